@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Geometry of the Hopper decode kernel: tiles, warp roles, registers, shared memory.
+
+Pure Python: importable without a GPU and without the CuTe DSL.
+"""
+
+from dataclasses import dataclass
+
+LATENT = 512
+"""Latent width (values); V is this part of a cache row."""
+ROPE = 64
+"""Width of the rotated part (values)."""
+HEAD_DIM = LATENT + ROPE
+"""Values (bytes in FP8) of one cache row."""
+TILE_TOKENS = 64
+"""KV tokens of one shared-memory stage."""
+UNIT_TOKENS = 128
+"""KV tokens between two promotions of the FP8 accumulator to fp32."""
+UNIT_TILES = UNIT_TOKENS // TILE_TOKENS
+
+WARPGROUP_THREADS = 128
+NUM_WARPGROUPS = 4
+"""Producer, softmax, and two output warpgroups (256 latent columns each)."""
+NUM_THREADS = NUM_WARPGROUPS * WARPGROUP_THREADS
+REGISTER_POOL = 65536 // NUM_THREADS // 8 * 8 * NUM_WARPGROUPS
+"""Registers per thread, summed over the warpgroups, that setmaxnreg shares out."""
+PRODUCER_REGISTERS = 24
+MAX_SHARED_MEMORY_BYTES = 232448
+"""Dynamic shared memory of one block on SM90 (227 KiB)."""
+OUTPUT_M_TILES = LATENT // 2 // 64
+"""64-column tiles of the latent that one output warpgroup holds."""
+
+# Registers of one output warpgroup's thread: R / 2 * 4 accumulators, a temporary for
+# the FP8 partial sums, 16 words of V and about 32 for addresses and loop state.
+_OUTPUT_REGISTERS = {16: 104, 32: 136, 48: 160, 64: 176}
+MAX_SOFTMAX_REGISTERS = 216
+
+
+@dataclass(frozen=True)
+class DecodeGeometry:
+    """One compiled shape of the decode kernel.
+
+    Attributes:
+        heads: Query heads of one token.
+        qlen: Query tokens of one request.
+        rows_per_cta: Query rows of one thread block (16, 32, 48 or 64).
+        cluster: Thread blocks that share one KV stream (1 or 2).
+        kv_stages: Shared-memory stages of ``TILE_TOKENS`` tokens.
+        p_stages: Buffers for the probabilities of one tile.
+        interleaved: Issue the next tile's Q K^T inside this tile's softmax. Needs a
+            second score fragment in registers, so it goes with small row counts.
+    """
+
+    heads: int
+    qlen: int
+    rows_per_cta: int
+    cluster: int
+    kv_stages: int = 5
+    p_stages: int = 4
+    interleaved: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one request."""
+        return self.heads * self.qlen
+
+    @property
+    def rows_per_cluster(self) -> int:
+        return self.rows_per_cta * self.cluster
+
+    @property
+    def row_chunks(self) -> int:
+        """Clusters that walk the same KV for different rows of a request."""
+        return -(-self.rows // self.rows_per_cluster)
+
+    @property
+    def output_registers(self) -> int:
+        return _OUTPUT_REGISTERS[self.rows_per_cta]
+
+    @property
+    def softmax_registers(self) -> int:
+        left = REGISTER_POOL - PRODUCER_REGISTERS - 2 * self.output_registers
+        return min(left // 8 * 8, MAX_SOFTMAX_REGISTERS)
+
+    @property
+    def n_split(self) -> int:
+        """Column groups of the fp32 promotion: 2 halves the temporary at 64 rows."""
+        return 2 if self.rows_per_cta == 64 else 1
+
+    @property
+    def kv_stage_bytes(self) -> int:
+        return TILE_TOKENS * HEAD_DIM
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Upper bound of the dynamic shared memory that the kernel asks for."""
+        kv = self.kv_stages * self.kv_stage_bytes
+        p = self.p_stages * self.rows_per_cta * TILE_TOKENS
+        row_state = (self.p_stages + 1) * 64 * 4 + self.p_stages * 16
+        barriers = 8 * (2 * self.kv_stages + 2 * self.p_stages + 2)
+        return kv + p + row_state + barriers + 4 * 1024  # alignment of the parts
+
+    def __post_init__(self) -> None:
+        if self.rows_per_cta not in _OUTPUT_REGISTERS:
+            raise ValueError(
+                f"rows_per_cta is {self.rows_per_cta}; allowed are "
+                f"{sorted(_OUTPUT_REGISTERS)}."
+            )
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster is {self.cluster}; allowed are 1 and 2.")
+        if self.shared_memory_bytes > MAX_SHARED_MEMORY_BYTES:
+            raise ValueError(
+                f"The geometry needs {self.shared_memory_bytes} bytes of shared "
+                f"memory; SM90 gives a block {MAX_SHARED_MEMORY_BYTES}. Use fewer "
+                "stages."
+            )
+
+
+# Relative time of one pass over the KV, by (rows_per_cta, cluster). Only the order
+# matters: it chooses between more chunks of 96 rows and fewer of 128.
+_PASS_COST = {(48, 2): 1.0, (64, 2): 1.19}
+
+
+def choose_geometry(heads: int, qlen: int) -> DecodeGeometry:
+    """Pick the tile for ``heads x qlen`` query rows.
+
+    Up to 64 rows fit one thread block; more are split over a cluster of two that
+    shares the KV stream by multicast, and over several clusters above 128 rows.
+    """
+    rows = heads * qlen
+    for tile in (16, 32, 48, 64):
+        if rows <= tile:
+            return DecodeGeometry(heads, qlen, tile, 1, interleaved=tile < 64)
+    options = []
+    for (tile, cluster), cost in _PASS_COST.items():
+        geometry = DecodeGeometry(heads, qlen, tile, cluster, interleaved=tile < 64)
+        options.append((geometry.row_chunks * cost, geometry))
+    return min(options, key=lambda option: option[0])[1]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Producer role: streams a request's KV pages into shared memory by TMA.
+
+One warp. Its lanes look up 32 tiles' pages at a time in the block table, one batch
+ahead of the copies, so that the table's latency stays off the critical path. In a
+cluster of two each block copies its half of every tile and multicasts it to both.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from ..config import TILE_TOKENS, UNIT_TILES
+
+EVICT_FIRST = 0x12F0000000000000
+"""L2 policy (CUTLASS' TMA::CacheHintSm90 encoding): KV is read once per step."""
+
+
+class ProducerRole:
+    """Mixin of ``DecodeKernel``: the KV producer warp."""
+
+    @cute.jit
+    def _page_of_tile(self, mTable: cute.Tensor, request, tile, last_tile, block_tiles):
+        """Block id and tile within the block of KV tile ``tile`` (clamped)."""
+        tile = cutlass.min(tile, last_tile)
+        block = tile // block_tiles
+        return mTable[request, block], tile - block * block_tiles
+
+    @cute.jit
+    def produce(self, ctx: cutlass.Constexpr, tma, seg, mTable, block_tiles):
+        """Copy every tile of this group's segments.
+
+        Args:
+            ctx: Shared-memory tensors and barriers.
+            tma: ``(latent atom, latent source, latent destination, rope atom, rope
+                source, rope destination)``, partitioned for this block.
+            seg: First and last boundary of the group and the lengths.
+            mTable: ``[requests, blocks]`` block ids.
+            block_tiles: Tiles of 64 tokens in one block.
+        """
+        atom_n, src_n, dst_n, atom_r, src_r, dst_r = tma
+        lane = cute.arch.lane_idx()
+        stage = Int32(0)
+        phase = Int32(1)
+        policy = cutlass.Int64(EVICT_FIRST)
+        for request in cutlass.range(seg[0], seg[2], unroll=1):
+            length, unit_begin, unit_end, _ = self.segment(seg, request)
+            tiles = (unit_end - unit_begin) * UNIT_TILES
+            first = unit_begin * UNIT_TILES
+            last_tile = cutlass.max((length - 1) // TILE_TOKENS, 0)
+            page = Int32(0)
+            slot = Int32(0)
+            if tiles > 0:
+                page, slot = self._page_of_tile(
+                    mTable, request, first + lane, last_tile, block_tiles
+                )
+            for base in cutlass.range(0, tiles, 32, unroll=1):
+                next_page = Int32(0)
+                next_slot = Int32(0)
+                if base + 32 < tiles:
+                    next_page, next_slot = self._page_of_tile(
+                        mTable, request, first + base + 32 + lane, last_tile, block_tiles
+                    )
+                for j in cutlass.range(0, cutlass.min(tiles - base, 32), unroll=1):
+                    tile_page = cute.arch.shuffle_sync(page, j)
+                    tile_slot = cute.arch.shuffle_sync(slot, j)
+                    cute.arch.mbarrier_wait(ctx.empty + stage, phase)
+                    full = ctx.full + stage
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(
+                            full, self.geometry.kv_stage_bytes
+                        )
+                    if const_expr(self.geometry.cluster == 2):
+                        mask = cutlass.Int16(3)
+                        cute.copy(
+                            atom_n, src_n[(None, tile_slot, tile_page)],
+                            dst_n[(None, stage)],
+                            tma_bar_ptr=full, mcast_mask=mask, cache_policy=policy,
+                        )
+                        cute.copy(
+                            atom_r, src_r[(None, tile_slot, tile_page)],
+                            dst_r[(None, stage)],
+                            tma_bar_ptr=full, mcast_mask=mask, cache_policy=policy,
+                        )
+                    else:
+                        cute.copy(
+                            atom_n, src_n[(None, tile_slot, tile_page)],
+                            dst_n[(None, stage)], tma_bar_ptr=full, cache_policy=policy,
+                        )
+                        cute.copy(
+                            atom_r, src_r[(None, tile_slot, tile_page)],
+                            dst_r[(None, stage)], tma_bar_ptr=full, cache_policy=policy,
+                        )
+                    stage, phase = self.advance(stage, phase, self.geometry.kv_stages)
+                page = next_page
+                slot = next_slot

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""PTX wrappers that the Hopper decode kernel needs and the DSL has no atom for."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+
+@cute.jit
+def ldmatrix_x4_trans(address: Int32):
+    """Load four 8x8 b16 matrices, transposed; lane i gives row i's address.
+
+    Seen as bytes, one call transposes pairs of columns of 32 rows of 16 bytes.
+    """
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def stmatrix_x4(address: Int32, a: Uint32, b: Uint32, c: Uint32, d: Uint32):
+    """Store four 8x8 b16 matrices; lane i gives row i's address."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 "
+        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+@cute.jit
+def pack_e4m3x4(a: Float32, b: Float32, c: Float32, d: Float32):
+    """Round four fp32 values to e4m3 (saturating); ``a`` is the lowest byte."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, {$r3}, {$r2}; "
+        "mov.b32 {$w0}, {lo, hi}; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b, c, d],
+    )
+
+
+@cute.jit
+def pack_bf16x2(low: Float32, high: Float32):
+    """Round two fp32 values to bf16; ``low`` is the lower half."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+    )
+
+
+@cute.jit
+def exp2_approx(x: Float32):
+    """``2 ** x`` on the special-function unit (2 ulp, flushes subnormals)."""
+    return cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
+@cute.jit
+def fma(a: Float32, b: Float32, c: Float32):
+    """``a * b + c`` with one rounding."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )

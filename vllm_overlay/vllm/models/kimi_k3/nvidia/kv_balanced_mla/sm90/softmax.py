@@ -50,18 +50,18 @@ class SoftmaxRole:
 
     @cute.jit
     def issue_qk(
-        self, ctx: cutlass.Constexpr, qk: cute.TiledMma, tS, tQ, tK, tKr, stage,
+        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tS, tQ, tK, tKr, stage,
         first: cutlass.Constexpr, last: cutlass.Constexpr,
     ):
         """Issue k steps [first, last) of one tile's S = Q K^T and commit them."""
         warpgroup.fence()
         for k in cutlass.range_constexpr(first, last):
-            qk.set(warpgroup.Field.ACCUMULATE, k != 0)
+            mma = qk[0] if const_expr(k == 0) else qk[1]
             if const_expr(k < LATENT_K_STEPS):
-                cute.gemm(qk, tS, tQ[None, None, k], tK[None, None, k, stage], tS)
+                cute.gemm(mma, tS, tQ[None, None, k], tK[None, None, k, stage], tS)
             else:
                 cute.gemm(
-                    qk, tS, tQ[None, None, k],
+                    mma, tS, tQ[None, None, k],
                     tKr[None, None, k - LATENT_K_STEPS, stage], tS,
                 )
         warpgroup.commit_group()
@@ -225,7 +225,7 @@ class SoftmaxRole:
 
     @cute.jit
     def fast_group(
-        self, ctx: cutlass.Constexpr, qk: cute.TiledMma, tA, tB, tQ, tK, tKr, tState,
+        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tA, tB, tQ, tK, tKr, tState,
         scale, stage, phase, p_stage, p_phase, where,
     ):
         """GROUP_UNITS units without masked keys, Q K^T one tile ahead of softmax."""
@@ -260,7 +260,7 @@ class SoftmaxRole:
 
     @cute.jit
     def sequential_unit(
-        self, ctx: cutlass.Constexpr, qk: cute.TiledMma, tS, tQ, tK, tKr, tState,
+        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tS, tQ, tK, tKr, tState,
         tBound, token0, scale, stage, phase, p_stage, p_phase, where,
         masked: cutlass.Constexpr,
     ):
@@ -281,3 +281,139 @@ class SoftmaxRole:
                     ctx, tS, tState, scale, p_stage, p_phase, where, None
                 )
         return stage, phase, p_stage, p_phase
+
+    @cute.jit
+    def visible_keys(self, seg, request, length, row):
+        """KV entries of this rank that query row ``row`` may see, in [0, length].
+
+        Without DCP the global and the local length agree and the mapping is the
+        identity. The bound is global first, then mapped: entry p of the request lives
+        on rank ``(p // interleave) % world``.
+        """
+        bound = length
+        if const_expr(self.causal):
+            token = row // self.geometry.heads
+            seen = seg[6][request] - self.geometry.qlen + 1 + token
+            world, rank, interleave = seg[7]
+            seen = cutlass.max(seen, 0)
+            cycle = world * interleave
+            whole = seen // cycle
+            part = seen - whole * cycle - rank * interleave
+            part = cutlass.min(cutlass.max(part, 0), interleave)
+            bound = cutlass.min(whole * interleave + part, length)
+        return bound
+
+    @cute.jit
+    def softmax(
+        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, mQ, mLse, mPartLse, seg, scale,
+        has_lse, row_base, tid,
+    ):
+        """The softmax warpgroup's loop over segments.
+
+        Args:
+            row_base: First row of this block within a request.
+        """
+        total_rows = self.geometry.rows
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        thr = qk[0].get_slice(tid)
+        tQ = thr.make_fragment_A(thr.partition_shape_A((64, HEAD_DIM)))
+        tQw = cute.recast_tensor(tQ, Uint32)
+        tK = thr.make_fragment_B(thr.partition_B(ctx.sK))
+        tKr = thr.make_fragment_B(thr.partition_B(ctx.sKr))
+        tA = thr.make_fragment_C(thr.partition_shape_C((64, TILE_TOKENS)))
+        tB = tA
+        if const_expr(self.geometry.interleaved):
+            tB = thr.make_fragment_C(thr.partition_shape_C((64, TILE_TOKENS)))
+        tState = cute.make_rmem_tensor((4,), Float32)
+        tBound = cute.make_rmem_tensor((2,), Int32)
+
+        # stmatrix: lane gives the address of one 16-byte row of P (K_SW64 layout).
+        p_row = warp * 16 + ((lane >> 3) & 1) * 8 + (lane & 7)
+        p_chunk = (lane >> 4) ^ ((p_row >> 1) & 3)
+        where = (warp, lane, ctx.p_base + p_row * TILE_TOKENS + p_chunk * 16)
+
+        local_row = warp * 16 + lane // 4
+        row0 = row_base + local_row
+        row1 = row0 + 8
+        stage = Int32(0)
+        phase = Int32(0)
+        p_stage = Int32(0)
+        p_phase = Int32(1)
+        l_phase = Int32(1)
+        for request in cutlass.range(seg[0], seg[2], unroll=1):
+            length, unit, unit_end, slot = self.segment(seg, request)
+            first_row = request * total_rows
+            self.load_q(
+                mQ, tQw, first_row + cutlass.min(row0, total_rows - 1),
+                first_row + cutlass.min(row1, total_rows - 1), lane,
+            )
+            tBound[0] = self.visible_keys(
+                seg, request, length, cutlass.min(row0, total_rows - 1)
+            )
+            tBound[1] = self.visible_keys(
+                seg, request, length, cutlass.min(row1, total_rows - 1)
+            )
+            # Units below this one are visible to every row of the block.
+            free_end = cutlass.min(
+                self.visible_keys(seg, request, length, row_base)
+                // (TILE_TOKENS * UNIT_TILES),
+                unit_end,
+            )
+            tState[0] = Float32(UNSEEN)
+            tState[1] = Float32(UNSEEN)
+            tState[2] = Float32(0.0)
+            tState[3] = Float32(0.0)
+            first = unit
+            while unit < unit_end:
+                if const_expr(self.geometry.interleaved):
+                    if (unit > first) & (unit + GROUP_UNITS <= free_end):
+                        stage, phase, p_stage, p_phase = self.fast_group(
+                            ctx, qk, tA, tB, tQ, tK, tKr, tState, scale,
+                            stage, phase, p_stage, p_phase, where,
+                        )
+                        unit = unit + GROUP_UNITS
+                    else:
+                        stage, phase, p_stage, p_phase = self.sequential_unit(
+                            ctx, qk, tA, tQ, tK, tKr, tState, tBound,
+                            unit * (TILE_TOKENS * UNIT_TILES), scale,
+                            stage, phase, p_stage, p_phase, where, True,
+                        )
+                        unit = unit + 1
+                else:
+                    if (unit > first) & (unit + 1 <= free_end):
+                        stage, phase, p_stage, p_phase = self.sequential_unit(
+                            ctx, qk, tA, tQ, tK, tKr, tState, tBound, 0, scale,
+                            stage, phase, p_stage, p_phase, where, False,
+                        )
+                    else:
+                        stage, phase, p_stage, p_phase = self.sequential_unit(
+                            ctx, qk, tA, tQ, tK, tKr, tState, tBound,
+                            unit * (TILE_TOKENS * UNIT_TILES), scale,
+                            stage, phase, p_stage, p_phase, where, True,
+                        )
+                    unit = unit + 1
+
+            # Row sums: to the output role as 1 / sum, and out as log2 LSE.
+            cute.arch.mbarrier_wait(ctx.l_empty, l_phase)
+            l_phase = l_phase ^ 1
+            for i in cutlass.range_constexpr(2):
+                total = tState[2 + i]
+                total = total + cute.arch.shuffle_sync_bfly(total, 1)
+                total = total + cute.arch.shuffle_sync_bfly(total, 2)
+                inverse = Float32(0.0)
+                lse = -Float32.inf
+                if total > 0.0:
+                    inverse = cute.arch.rcp_approx(total)
+                    lse = cute.math.log2(total, fastmath=True) + tState[i]
+                row = row0 + 8 * i
+                if lane % 4 == 0:
+                    ctx.sInverse[local_row + 8 * i] = inverse
+                    if (row < total_rows) & (local_row + 8 * i < self.geometry.rows_per_cta):
+                        if slot >= 0:
+                            mPartLse[slot * total_rows + row] = lse
+                        elif has_lse != 0:
+                            mLse[first_row + row] = lse
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(ctx.l_full)

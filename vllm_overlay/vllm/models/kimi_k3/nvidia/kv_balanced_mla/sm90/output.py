@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Output role: O^T += V^T P^T with V^T as register operand, promoted to fp32.
+
+Two warpgroups, 256 latent columns each, as four m64 tiles. A transposed ldmatrix turns
+32 tokens x 16 columns of V into two columns' bytes for pairs of tokens; a byte permute
+then gives the A fragment of wgmma: fragment row r is column 2r and row r + 8 column
+2r + 1 of the 16, and the K order is tokens 0, 8, 1, 9, ... (the order in which the
+softmax role stores P).
+
+FP8 wgmma keeps 13 bits of its accumulator, so every unit of 128 tokens starts from
+zero and is added to fp32 registers. The usual unit does only that. A unit in which a
+row's reference moved, or which holds the request's last tokens, takes a slower path:
+tile by tile, accumulators times alpha, and V's bytes past the KV length masked to 0
+(they may be NaN patterns, and 0 x NaN is NaN).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ..config import LATENT, OUTPUT_M_TILES, TILE_TOKENS, UNIT_TILES, UNIT_TOKENS
+from .ptx import ldmatrix_x4_trans, pack_bf16x2
+
+TILE_K_STEPS = TILE_TOKENS // 32
+UNIT_K_STEPS = UNIT_TOKENS // 32
+LATENT_STAGE_BYTES = TILE_TOKENS * LATENT
+
+
+class OutputRole:
+    """Mixin of ``DecodeKernel``: the two output warpgroups."""
+
+    @cute.jit
+    def load_v(
+        self, tA, slots, m_tile: cutlass.Constexpr, offsets, half, first: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+    ):
+        """Transpose ``count`` tiles' V columns of ``m_tile`` into A fragments.
+
+        Args:
+            tA: Fragment words, four a k step.
+            slots: Shared-memory byte addresses of the unit's tiles.
+            offsets: This lane's byte offset for even and for odd m tiles.
+            half: Byte offset of the warpgroup's first column chunk.
+            first: First of the tiles in ``slots``.
+        """
+        chunk = half + (m_tile // 2) * (TILE_TOKENS * 128)
+        for i in cutlass.range_constexpr(count):
+            for k in cutlass.range_constexpr(TILE_K_STEPS):
+                x0, x1, x2, x3 = ldmatrix_x4_trans(
+                    slots[first + i] + offsets[m_tile % 2] + chunk + k * 4096
+                )
+                word = 4 * (i * TILE_K_STEPS + k)
+                tA[word] = Uint32(cute.arch.prmt(x0, x1, 0x6240))
+                tA[word + 1] = Uint32(cute.arch.prmt(x0, x1, 0x7351))
+                tA[word + 2] = Uint32(cute.arch.prmt(x2, x3, 0x6240))
+                tA[word + 3] = Uint32(cute.arch.prmt(x2, x3, 0x7351))
+
+    @cute.jit
+    def mask_v(self, tA, valid, lane):
+        """Zero the bytes of one tile's A words whose token is >= ``valid``."""
+        for k in cutlass.range_constexpr(TILE_K_STEPS):
+            for half in cutlass.range_constexpr(2):
+                left = valid - (32 * k + 16 * half) - 2 * (lane % 4)
+                keep = Uint32(0)
+                for byte, token in ((0, 0), (1, 8), (2, 1), (3, 9)):
+                    bits = Uint32(0)
+                    if token < left:
+                        bits = Uint32(0xFF << (8 * byte))
+                    keep = keep | bits
+                for row in cutlass.range_constexpr(2):
+                    word = 4 * k + 2 * half + row
+                    tA[word] = tA[word] & keep
+
+    @cute.jit
+    def fast_unit(
+        self, ctx: cutlass.Constexpr, pv: cutlass.Constexpr, tAcc: cutlass.Constexpr, tTmp,
+        tA, tP: cutlass.Constexpr, slots, stages, p_stage, offsets, half,
+    ):
+        """A whole unit: four k steps into a temporary, then one fp32 add.
+
+        V's first fragment is in ``tA`` already; the KV stages are released here.
+        """
+        tAw = cute.recast_tensor(tA, Uint32)
+        split = self.geometry.n_split
+        size = cute.size(tTmp)
+        for m in cutlass.range_constexpr(OUTPUT_M_TILES):
+            for q in cutlass.range_constexpr(split):
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(UNIT_K_STEPS):
+                    mma = pv[0] if const_expr(k == 0) else pv[1]
+                    cute.gemm(
+                        mma, tTmp, tA[None, None, k],
+                        tP[q][None, None, k % TILE_K_STEPS, p_stage + k // TILE_K_STEPS],
+                        tTmp,
+                    )
+                warpgroup.commit_group()
+                if const_expr(m + 1 == OUTPUT_M_TILES and q == 0):
+                    for i in cutlass.range_constexpr(UNIT_TILES):
+                        self.release_kv(ctx, stages[i])
+                warpgroup.wait_group(0)
+                if const_expr(m + 1 < OUTPUT_M_TILES and q + 1 == split):
+                    self.load_v(tAw, slots, m + 1, offsets, half, 0, UNIT_TILES)
+                for i in cutlass.range_constexpr(size):
+                    tAcc[m][q * size + i] = tAcc[m][q * size + i] + tTmp[i]
+
+    @cute.jit
+    def slow_tile(
+        self, ctx: cutlass.Constexpr, pv: cutlass.Constexpr, tAcc: cutlass.Constexpr, tTmp,
+        tA, tP: cutlass.Constexpr, slots, tile: cutlass.Constexpr, p_stage, valid,
+        offsets, half, lane,
+    ):
+        """One tile with rescaled accumulators and V masked at ``valid`` tokens."""
+        tAw = cute.recast_tensor(tA, Uint32)
+        split = self.geometry.n_split
+        size = cute.size(tTmp)
+        blocks = size // 4
+        for m in cutlass.range_constexpr(OUTPUT_M_TILES):
+            self.load_v(tAw, slots, m, offsets, half, tile, 1)
+            self.mask_v(tAw, valid, lane)
+            for q in cutlass.range_constexpr(split):
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(TILE_K_STEPS):
+                    mma = pv[0] if const_expr(k == 0) else pv[1]
+                    cute.gemm(
+                        mma, tTmp, tA[None, None, k], tP[q][None, None, k, p_stage], tTmp
+                    )
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                for b in cutlass.range_constexpr(blocks):
+                    block = q * blocks + b
+                    moved = ctx.sFlag[block // 2, p_stage]
+                    for j in cutlass.range_constexpr(2):
+                        alpha = Float32(1.0)
+                        if moved != 0:
+                            alpha = ctx.sAlpha[block * 8 + 2 * (lane % 4) + j, p_stage]
+                        for h in cutlass.range_constexpr(2):
+                            i = 4 * b + 2 * h + j
+                            acc = tAcc[m][q * size + i]
+                            tAcc[m][q * size + i] = acc * alpha + tTmp[i]
+
+    @cute.jit
+    def write_output(
+        self, ctx: cutlass.Constexpr, tAcc: cutlass.Constexpr, mOut, mPart, request,
+        slot, row_base, column, output_scale, lane,
+    ):
+        """Store this thread's output: bf16 result, or fp32 partial for the combine.
+
+        Args:
+            mOut: Result as words of two bf16, ``[requests * rows, 256]``.
+            mPart: fp32 partials ``[slots, rows, 512]``, normalised.
+            column: First latent column of this thread, even.
+        """
+        total_rows = self.geometry.rows
+        tile_rows = self.geometry.rows_per_cta
+        for b in cutlass.range_constexpr(tile_rows // 8):
+            for j in cutlass.range_constexpr(2):
+                local_row = b * 8 + 2 * (lane % 4) + j
+                row = row_base + local_row
+                inverse = ctx.sInverse[local_row]
+                if row < total_rows:
+                    if slot >= 0:
+                        mRow = cute.make_tensor(
+                            mPart + (Int64(slot * total_rows + row) * LATENT + column),
+                            cute.make_layout(LATENT),
+                        )
+                        for m in cutlass.range_constexpr(OUTPUT_M_TILES):
+                            mRow[64 * m] = tAcc[m][4 * b + j] * inverse
+                            mRow[64 * m + 1] = tAcc[m][4 * b + j + 2] * inverse
+                    else:
+                        mWord = cute.make_tensor(
+                            mOut
+                            + (Int64(request * total_rows + row) * (LATENT // 2)
+                               + column // 2),
+                            cute.make_layout(LATENT // 2),
+                        )
+                        factor = inverse * output_scale
+                        for m in cutlass.range_constexpr(OUTPUT_M_TILES):
+                            mWord[32 * m] = pack_bf16x2(
+                                tAcc[m][4 * b + j] * factor,
+                                tAcc[m][4 * b + j + 2] * factor,
+                            )
+
+    @cute.jit
+    def output(
+        self, ctx: cutlass.Constexpr, pv: cutlass.Constexpr, mOut, mPart, seg, output_scale,
+        row_base, half_index, tid,
+    ):
+        """An output warpgroup's loop over segments.
+
+        Args:
+            row_base: First row of this block within a request.
+            half_index: 0 or 1, which 256 latent columns this warpgroup owns.
+        """
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        rows = self.geometry.rows_per_cta
+        split = self.geometry.n_split
+        thr = pv[0].get_slice(tid)
+        tA = thr.make_fragment_A(thr.partition_shape_A((64, UNIT_TOKENS)))
+        tAw = cute.recast_tensor(tA, Uint32)
+        tTmp = thr.make_fragment_C(thr.partition_shape_C((64, rows // split)))
+        tAcc = [
+            cute.make_rmem_tensor((rows // 2,), Float32) for _ in range(OUTPUT_M_TILES)
+        ]
+        tP = [
+            thr.make_fragment_B(
+                thr.partition_B(
+                    cute.local_tile(
+                        ctx.sP, (rows // split, TILE_TOKENS, self.geometry.p_stages),
+                        (q, 0, 0),
+                    )
+                )
+            )
+            for q in range(split)
+        ]
+        even = lane * 128 + ((warp ^ (lane & 7)) << 4)
+        offsets = (even, even ^ 64)
+        half = half_index * (OUTPUT_M_TILES // 2 * TILE_TOKENS * 128)
+        column = half_index * (LATENT // 2) + warp * 16 + 2 * (lane // 4)
+
+        stage = Int32(0)
+        phase = Int32(0)
+        p_stage = Int32(0)
+        p_phase = Int32(0)
+        l_phase = Int32(0)
+        for request in cutlass.range(seg[0], seg[2], unroll=1):
+            length, unit_begin, unit_end, slot = self.segment(seg, request)
+            for m in cutlass.range_constexpr(OUTPUT_M_TILES):
+                tAcc[m].fill(0.0)
+            for unit in cutlass.range(unit_begin, unit_end, unroll=1):
+                stage0 = stage
+                cute.arch.mbarrier_wait(ctx.full + stage, phase)
+                stage, phase = self.advance(stage, phase, self.geometry.kv_stages)
+                stage1 = stage
+                cute.arch.mbarrier_wait(ctx.full + stage, phase)
+                stage, phase = self.advance(stage, phase, self.geometry.kv_stages)
+                slots = (
+                    ctx.k_base + stage0 * LATENT_STAGE_BYTES,
+                    ctx.k_base + stage1 * LATENT_STAGE_BYTES,
+                )
+                self.load_v(tAw, slots, 0, offsets, half, 0, UNIT_TILES)
+                moved = Int32(0)
+                for i in cutlass.range_constexpr(UNIT_TILES):
+                    cute.arch.mbarrier_wait(ctx.p_full + (p_stage + i), p_phase)
+                    for w in cutlass.range_constexpr((rows + 15) // 16):
+                        moved = moved | ctx.sFlag[w, p_stage + i]
+                moved = cute.arch.make_warp_uniform(moved)
+                if (moved == 0) & ((unit + 1) * UNIT_TOKENS <= length):
+                    self.fast_unit(
+                        ctx, pv, tAcc, tTmp, tA, tP, slots, (stage0, stage1), p_stage,
+                        offsets, half,
+                    )
+                else:
+                    for i in cutlass.range_constexpr(UNIT_TILES):
+                        self.slow_tile(
+                            ctx, pv, tAcc, tTmp, tA, tP, slots, i, p_stage + i,
+                            length - unit * UNIT_TOKENS - i * TILE_TOKENS,
+                            offsets, half, lane,
+                        )
+                    self.release_kv(ctx, stage0)
+                    self.release_kv(ctx, stage1)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    for i in cutlass.range_constexpr(UNIT_TILES):
+                        cute.arch.mbarrier_arrive(ctx.p_empty + (p_stage + i))
+                p_stage = p_stage + UNIT_TILES
+                if p_stage == self.geometry.p_stages:
+                    p_stage = Int32(0)
+                    p_phase = p_phase ^ 1
+            cute.arch.mbarrier_wait(ctx.l_full, l_phase)
+            l_phase = l_phase ^ 1
+            self.write_output(
+                ctx, tAcc, mOut, mPart, request, slot, row_base, column, output_scale,
+                lane,
+            )
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(ctx.l_empty)

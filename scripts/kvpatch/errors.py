@@ -12,6 +12,7 @@ class PatchSetError(Exception):
         got: What was found.
         allowed: What would have been accepted.
         todo: What the reader can do about it.
+
     """
 
     def __init__(self, what: str, *, got: str = "", allowed: str = "", todo: str = ""):

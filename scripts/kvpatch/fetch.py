@@ -18,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any, cast
 
 try:
     from .errors import PatchSetError
@@ -50,6 +51,7 @@ def python_with_pip(workdir: Path) -> str:
 
     Raises:
         PatchSetError: There is neither pip nor a working ``venv`` module.
+
     """
     probe = [sys.executable, "-c", "import pip"]
     if subprocess.run(probe, capture_output=True).returncode == 0:
@@ -78,12 +80,13 @@ def pip_fetch(requirement: str, sha256: str, dest: Path) -> int:
 
     Returns:
         0 when a file arrived, 3 when the index offers none.
+
     """
-    from pip._internal.commands import create_command  # type: ignore[import]
-    from pip._internal.network.download import Downloader  # type: ignore[import]
+    from pip._internal.commands import create_command
+    from pip._internal.network.download import Downloader
 
     name, _, version = requirement.partition("==")
-    command = create_command("download")
+    command: Any = create_command("download")
     options, _ = command.parse_args(["--no-deps", "--no-binary", name, requirement])
     with command.main_context():
         session = command.get_default_session(options)
@@ -95,10 +98,11 @@ def pip_fetch(requirement: str, sha256: str, dest: Path) -> int:
         ]
         exact = [k for k in links if k.hash_name == "sha256" and k.hash == sha256]
         for link in exact or links:
+            fetch: Any
             try:
                 fetch = Downloader(session, "on")
             except TypeError:  # newer pip also takes the number of resumptions
-                fetch = Downloader(session, "on", 5)
+                fetch = cast(Any, Downloader)(session, "on", 5)
             fetch(link, str(dest))
             return 0
     return 3
@@ -115,6 +119,7 @@ def fetch_sdist(name: str, version: str, sha256: str, given: Path | None) -> Pat
 
     Raises:
         PatchSetError: It can't be had, or its hash is not the pinned one.
+
     """
     if given is not None:
         if not given.is_file():
@@ -156,9 +161,7 @@ def _fetch_by_command(
 ) -> list[Path]:
     """Second way: the public ``pip download``, in pip's own build environment."""
     print("pip's finder gave nothing: trying `pip download`", flush=True)
-    env = dict(
-        os.environ, VLLM_TARGET_DEVICE="empty", VLLM_SKIP_VERSION_SUFFIX="1"
-    )
+    env = dict(os.environ, VLLM_TARGET_DEVICE="empty", VLLM_SKIP_VERSION_SUFFIX="1")
     what = [f"{name}=={version}", "--no-deps", "--no-binary", name, "-d", str(dest)]
     ran = subprocess.run(
         [python, "-m", "pip", "download", *what],
@@ -210,6 +213,7 @@ def unpack(sdist: Path, dest: Path) -> None:
 
     Raises:
         PatchSetError: The archive doesn't hold one top folder.
+
     """
     dest.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(prefix=f".{dest.name}-", dir=dest.parent))

@@ -102,6 +102,7 @@ class HunkError(PatchSetError):
         path: File.
         number: 1-based number of the hunk in that file.
         found_at: 1-based line where its lines stand instead, or None.
+
     """
 
     def __init__(self, patch: str, path: str, number: int, hunk: Hunk, **more):
@@ -150,6 +151,7 @@ def apply_file(
 
     Raises:
         HunkError: A hunk's lines don't stand at its place.
+
     """
     lines = split_lines(data)
     out: list[bytes] = []
@@ -196,6 +198,7 @@ def parse_patch(name: str, raw: bytes) -> Patch:
     Raises:
         PatchSetError: It is not in mail format, creates, deletes or renames
             files, or a hunk's counts don't match its lines.
+
     """
     start = raw.find(b"diff --git ")
     if start != 0 and (start := raw.find(b"\ndiff --git ") + 1) == 0:
@@ -258,8 +261,9 @@ def _parse_files(name: str, lines: list[bytes], first: int) -> tuple[FilePatch, 
     while i < len(lines):
         text = lines[i].decode(errors="replace").rstrip("\n")
         if not text.startswith("diff --git "):
-            if text == "-- " or not text:  # the mail signature ends a patch
-                break
+            rest = lines[i:]
+            if text in ("-- ", "") and not any(li.startswith(b"diff ") for li in rest):
+                break  # the mail signature ends a patch
             raise _bad(name, first + i, repr(text), "`diff --git` or the end")
         match = re.fullmatch(r"diff --git a/(.+) b/(.+)", text)
         if not match or match[1] != match[2]:
@@ -298,9 +302,7 @@ def _parse_file_head(
     return i, blobs
 
 
-def _parse_hunk(
-    name: str, lines: list[bytes], i: int, first: int
-) -> tuple[int, Hunk]:
+def _parse_hunk(name: str, lines: list[bytes], i: int, first: int) -> tuple[int, Hunk]:
     match = _HUNK.match(lines[i].rstrip(b"\n"))
     if not match:
         raise _bad(name, first + i, repr(lines[i]), "@@ -a,b +c,d @@")
@@ -337,6 +339,7 @@ def load_series(patch_dir: Path) -> list[Patch]:
 
     Raises:
         PatchSetError: A name is repeated, missing, or a patch file isn't listed.
+
     """
     series = patch_dir / "series"
     if not series.is_file():

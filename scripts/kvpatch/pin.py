@@ -19,6 +19,7 @@ class RegistryEntry:
         enum: Name of the enum class in it.
         member: The backend's name.
         module: Module that must hold the backend's class.
+
     """
 
     file: str
@@ -39,6 +40,7 @@ class Pin:
         wheel_sha256: Hash of the x86_64 wheel.
         shadow: Upstream files that the overlay replaces, with their sha256.
         registry: Names that must resolve in the patched tree.
+
     """
 
     project: str
@@ -55,6 +57,7 @@ def load_pin(project_root: Path) -> Pin:
 
     Raises:
         PatchSetError: It is missing, unreadable or lacks a value.
+
     """
     path = project_root / "UPSTREAM.toml"
     try:

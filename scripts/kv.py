@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of the scripts: `python scripts/kv.py COMMAND ...`."""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "apply": "kvpatch.cli_apply",
+    "verify": "kvpatch.verify",
+    "drift": "kvpatch.drift",
+    "export": "kvpatch.export",
+    "make-pr": "kvpatch.make_pr",
+    "baseline": "kvpatch.baseline",
+}
+
+
+def main() -> int:
+    """Run one command; print its error, if any, without a traceback."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - says so instead of failing later
+        print(
+            f"this needs Python 3.11 or newer\n  got:     {sys.version.split()[0]} "
+            f"({sys.executable})\n  to do:   set PYTHON to a newer one",
+            file=sys.stderr,
+        )
+        return 2
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        print(f"usage: kv.py {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
+        return 2
+    from kvpatch.errors import PatchSetError
+
+    try:
+        return importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:])
+    except PatchSetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left half done", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

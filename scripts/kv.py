@@ -6,6 +6,7 @@ import sys
 
 COMMANDS = {
     "apply": "kvpatch.cli_apply",
+    "fetch": "kvpatch.fetch",
     "verify": "kvpatch.verify",
     "drift": "kvpatch.drift",
     "export": "kvpatch.export",

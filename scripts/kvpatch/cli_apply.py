@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import apply as front
 from .errors import PatchSetError
-from .fetch import fetch_sdist, unpack
+from .fetch import fetch_release, unpack
 from .patchset import PatchSet, load_patch_set
 from .target import Target, open_installed, open_tree
 
@@ -90,7 +90,7 @@ def fetched_tree(patch_set: PatchSet, sdist: Path | None, fetch: bool) -> Target
         raise PatchSetError(
             "there is no tree yet", got=str(tree), todo="run scripts/apply.sh"
         )
-    archive = fetch_sdist(pin.project, pin.version, pin.sdist_sha256, sdist)
+    archive = fetch_release(pin, given=sdist)
     front.say(f"unpacking to {tree}")
     unpack(archive, tree)
     return open_tree(tree, pin)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch the pinned source release through pip, as pip is configured here.
+"""Fetch the pinned release through pip, as pip is configured here.
 
 ``pip download`` would build the release's metadata, which needs its whole build
 environment. The finder and the downloader behind that command need nothing, and
@@ -10,6 +10,7 @@ own inside any Python that has pip.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -18,7 +19,10 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from .pin import Pin
 
 try:
     from .errors import PatchSetError
@@ -70,13 +74,14 @@ def python_with_pip(workdir: Path) -> str:
     return str(env / "bin" / "python")
 
 
-def pip_fetch(requirement: str, sha256: str, dest: Path) -> int:
+def pip_fetch(requirement: str, sha256: str, dest: Path, wheel: bool) -> int:
     """Download one file of a release with pip's finder (runs beside pip).
 
     Args:
         requirement: ``name==version``.
         sha256: The file's hash; links that carry another hash are passed over.
         dest: Folder to put the file into.
+        wheel: Take a wheel, not the source release.
 
     Returns:
         0 when a file arrived, 3 when the index offers none.
@@ -87,14 +92,14 @@ def pip_fetch(requirement: str, sha256: str, dest: Path) -> int:
 
     name, _, version = requirement.partition("==")
     command: Any = create_command("download")
-    options, _ = command.parse_args(["--no-deps", "--no-binary", name, requirement])
+    options, _ = command.parse_args(["--no-deps", requirement])
     with command.main_context():
         session = command.get_default_session(options)
         finder = command._build_package_finder(options, session)
         links = [
             c.link
             for c in finder.find_all_candidates(name)
-            if str(c.version) == version and not c.link.is_wheel
+            if str(c.version) == version and c.link.is_wheel == wheel
         ]
         exact = [k for k in links if k.hash_name == "sha256" and k.hash == sha256]
         for link in exact or links:
@@ -108,85 +113,93 @@ def pip_fetch(requirement: str, sha256: str, dest: Path) -> int:
     return 3
 
 
-def fetch_sdist(name: str, version: str, sha256: str, given: Path | None) -> Path:
-    """Return the pinned source release, from the cache where it is already.
+def fetch_release(
+    pin: Pin, wheel: bool = False, given: Path | None = None, out: TextIO | None = None
+) -> Path:
+    """Return a file of the pinned release, from the cache where it is already.
 
     Args:
-        name: Project name on the package index.
-        version: Exact version.
-        sha256: Hash that the file must have.
+        pin: The release.
+        wheel: The x86_64 wheel instead of the source release.
         given: A file that the user already has, or None.
+        out: Where progress is told; standard output by default.
+
+    Returns:
+        The file, its hash checked.
 
     Raises:
         PatchSetError: It can't be had, or its hash is not the pinned one.
 
     """
+    sha256 = pin.wheel_sha256 if wheel else pin.sdist_sha256
+    what = f"the {pin.project} {pin.version} {'wheel' if wheel else 'source release'}"
     if given is not None:
         if not given.is_file():
             raise PatchSetError(
-                "the source release given with --sdist isn't there",
+                "the file given with --sdist isn't there",
                 got=str(given),
-                allowed=f"the {name} {version} source release (.tar.gz)",
+                allowed=f"{what} (.tar.gz)",
             )
         _check_hash(given, sha256)
         return given
-    store = cache_dir()
-    kept = store / f"{name}-{version}.tar.gz"
-    if kept.is_file():
+    store = cache_dir() / sha256[:16]
+    for kept in sorted(store.glob("*")):
         if sha256_of(kept) == sha256:
             return kept
-        print(f"cached {kept} is damaged: fetching it again", flush=True)
+        print(f"cached {kept} is damaged: fetching it again", file=out, flush=True)
         kept.unlink()
     store.mkdir(parents=True, exist_ok=True)
-    print(f"fetching the {name} {version} source release through pip", flush=True)
-    with tempfile.TemporaryDirectory(dir=store) as tmp:
+    print(f"fetching {what} through pip", file=out, flush=True)
+    with tempfile.TemporaryDirectory(dir=store.parent) as tmp:
         work = Path(tmp)
         dest = work / "files"
         dest.mkdir()
         python = python_with_pip(work)
-        own = [python, str(Path(__file__)), f"{name}=={version}", sha256, str(dest)]
+        own = [python, str(Path(__file__)), f"{pin.project}=={pin.version}"]
+        own += [sha256, str(dest), "wheel" if wheel else "sdist"]
         # A folder of its own: no package beside the reader's files is imported.
-        ran = subprocess.run(own, cwd=work, stderr=subprocess.PIPE, text=True)
-        files = sorted(dest.iterdir())
-        if ran.returncode or not files:
-            files = _fetch_by_command(python, name, version, dest, ran.stderr)
-        _check_hash(files[0], sha256)
-        os.replace(files[0], kept)
-    print(f"kept as {kept}", flush=True)
+        ran = subprocess.run(
+            own, cwd=work, stdout=out, stderr=subprocess.PIPE, text=True
+        )
+        if ran.returncode or not any(dest.iterdir()):
+            _fetch_by_command(python, pin, wheel, dest, ran.stderr)
+        got = next(dest.iterdir())
+        _check_hash(got, sha256)
+        kept = store / got.name
+        os.replace(got, kept)
+    print(f"kept as {kept}", file=out, flush=True)
     return kept
 
 
 def _fetch_by_command(
-    python: str, name: str, version: str, dest: Path, first_error: str
-) -> list[Path]:
+    python: str, pin: Pin, wheel: bool, dest: Path, first_error: str
+) -> None:
     """Second way: the public ``pip download``, in pip's own build environment."""
-    print("pip's finder gave nothing: trying `pip download`", flush=True)
     env = dict(os.environ, VLLM_TARGET_DEVICE="empty", VLLM_SKIP_VERSION_SUFFIX="1")
-    what = [f"{name}=={version}", "--no-deps", "--no-binary", name, "-d", str(dest)]
+    form = "--only-binary" if wheel else "--no-binary"
+    what = [f"{pin.project}=={pin.version}", "--no-deps", form, pin.project]
     ran = subprocess.run(
-        [python, "-m", "pip", "download", *what],
-        stderr=subprocess.PIPE,
+        [python, "-m", "pip", "download", *what, "-d", str(dest)],
+        capture_output=True,
         text=True,
         env=env,
         cwd=dest,
     )
-    files = sorted(dest.iterdir())
-    if not files:
+    if not any(dest.iterdir()):
         tails = [t.strip()[-300:] for t in (first_error, ran.stderr) if t.strip()]
         raise PatchSetError(
-            f"the package index gave no source release of {name} {version}",
+            f"the package index gave no {form[2:]} file of {pin.project} {pin.version}",
             got="\n".join(tails) or "no error text from pip",
             allowed="an index that carries it (pip config list shows yours)",
             todo="check the network and pip's configuration, or pass --sdist FILE",
         )
-    return files
 
 
 def _check_hash(path: Path, sha256: str) -> None:
     found = sha256_of(path)
     if found != sha256:
         raise PatchSetError(
-            f"{path.name} is not the pinned source release",
+            f"{path.name} is not the pinned file",
             got=f"sha256 {found}",
             allowed=f"sha256 {sha256} (UPSTREAM.toml)",
             todo="fetch it again; if the index really serves another file, stop",
@@ -232,5 +245,19 @@ def unpack(sdist: Path, dest: Path) -> None:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+def main(argv: list[str]) -> int:
+    """Run `kv.py fetch`: print the path of the release's file, progress aside."""
+    from .pin import load_pin
+
+    made = argparse.ArgumentParser(prog="kv.py fetch", description=main.__doc__)
+    made.add_argument("--wheel", action="store_true", help="the x86_64 wheel")
+    args = made.parse_args(argv)
+    pin = load_pin(Path(__file__).resolve().parents[2])
+    print(fetch_release(pin, args.wheel, out=sys.stderr))
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(pip_fetch(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+    sys.exit(
+        pip_fetch(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "wheel")
+    )

@@ -59,6 +59,7 @@ class KvBalancedDecodeMetadata(MLACommonDecodeMetadata):
         query_len: Query tokens of each decoding request, from the host's
             ``query_start_loc``. Requests that pad a CUDA graph have length 0
             there and do not count.
+
     """
 
     query_len: int = 1
@@ -160,7 +161,8 @@ def _shape_reason(
     wrong = []
     if head_size != LATENT + ROPE:
         wrong.append(
-            f"a cache row of {LATENT} + {ROPE} = {LATENT + ROPE} values, got {head_size}"
+            f"a cache row of {LATENT} + {ROPE} = {LATENT + ROPE} values, got "
+            f"{head_size}"
         )
     if dtype != torch.bfloat16:
         wrong.append(f"a bfloat16 model, got {dtype} (set --dtype bfloat16)")
@@ -229,6 +231,7 @@ class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetad
         Raises:
             ValueError: If the group holds causal and non-causal layers, or if
                 DSpark with decode context parallelism does not fit (base class).
+
         """
         _check_one_causality(layer_names, vllm_config)
         super().__init__(
@@ -311,6 +314,7 @@ class KimiK3KvBalancedMLAImpl(MLACommonImpl[MLACommonMetadata]):
                 does not have.
             ValueError: For a shape or a number of requests that the kernel cannot
                 plan (see :class:`KvBalancedDecode`).
+
         """
         super().__init__(
             num_heads,

@@ -111,6 +111,7 @@ class KvBalancedMlaKernel(VllmJitKernel["KvBalancedMlaKernel.CompileKey"]):
 
         Raises:
             ValueError: If it would have to be built inside CUDA graph capture.
+
         """
         if compile_key not in self._compiled_cache and _is_capturing():
             raise ValueError(
@@ -188,6 +189,7 @@ class KvBalancedDecode:
     Raises:
         ValueError: If the kernel does not have the shape, or can't plan
             ``max_num_seqs`` requests.
+
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -249,6 +251,7 @@ class KvBalancedDecode:
 
         Raises:
             ValueError: If the step does not fit, naming all reasons.
+
         """
         decode = attn_metadata.decode
         assert decode is not None, "a step without decodes has no decode metadata"
@@ -380,6 +383,7 @@ class KvBalancedDecode:
 
         Raises:
             ValueError: Naming everything that keeps the step from this kernel.
+
         """
         reasons, tokens = self._query_reasons(q)
         requests = attn_metadata.num_decodes

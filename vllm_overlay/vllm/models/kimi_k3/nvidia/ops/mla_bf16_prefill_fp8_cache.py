@@ -37,6 +37,7 @@ def use_bf16_prefill_with_fp8_cache(kv_cache_dtype: str, fp8_prefill: bool) -> b
     Returns:
         True for a plain FP8 cache where no FP8 prefill is to be had. Where one
         is (Blackwell), the layer asks for it as before.
+
     """
     return (
         not fp8_prefill
@@ -64,6 +65,7 @@ def fused_mla_key_concat_kv_cache_quant_fp8_insert(
     Returns:
         The key ``[T, H, qk_nope_head_dim + rope]`` in ``k_nope``'s dtype;
         ``kv_cache`` is written in place.
+
     """
     k_pe = k_pe.reshape(k_pe.shape[0], -1)
     if positions is None:

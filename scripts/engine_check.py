@@ -281,7 +281,8 @@ def report(out: Path, names: list[str], limit: float) -> int:
         width = spread(runs["ref-bf16"])
         print(f"\nspread of the reference's log-probabilities: {width:.2f}")
     print(
-        "\n|difference| in nats     prefill max   mean   decode max   mean   greedy same"
+        "\n|difference| in nats                prefill max   mean  decode max   mean"
+        "   greedy"
     )
     for r in rows:
         print(

@@ -27,14 +27,10 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="model folder")
-    made.add_argument(
-        "--layers", type=int, default=4, help="decoder layers, MLA every 2nd"
-    )
+    made.add_argument("--layers", type=int, default=4, help="every second is MLA")
     made.add_argument("--heads", type=int, default=12, help="attention heads (MLA)")
     made.add_argument("--hidden", type=int, default=1024, help="hidden size")
-    made.add_argument(
-        "--write-only", action="store_true", help="write the folder, stop"
-    )
+    made.add_argument("--write-only", action="store_true", help="don't run it")
     made.add_argument("--kv-cache-dtype", default="fp8")
     made.add_argument("--attention-backend", default=BACKEND, help="or `auto`")
     made.add_argument("--eager", action="store_true", help="no CUDA graphs")
@@ -172,9 +168,8 @@ def main() -> int:
     done = llm.generate(prompts, sampling, use_tqdm=False)
     for length, request in zip(lengths, done):
         print(f"{length:>6} tokens -> {list(request.outputs[0].token_ids)}")
-    short = [
-        n for n, r in zip(lengths, done) if len(r.outputs[0].token_ids) < args.tokens
-    ]
+    counts = [len(request.outputs[0].token_ids) for request in done]
+    short = [n for n, count in zip(lengths, counts) if count < args.tokens]
     print(f"{time.monotonic() - begin:.2f} s for {len(lengths)} prompts")
     print(f"FAILED: too few tokens for prompts of {short}" if short else "OK")
     return 1 if short else 0

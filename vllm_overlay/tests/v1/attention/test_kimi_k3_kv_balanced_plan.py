@@ -68,7 +68,7 @@ def check_plan(lengths, groups):
     """Everything that the decode and the combine kernel rely on."""
     seq_lens, counts, work, walks = make_plan(lengths, groups)
     assert counts.dtype == work.dtype == torch.int32
-    assert counts.shape == (plan.NUM_COUNTS,)
+    assert counts.shape == (plan.COUNTS_LEN,)
     assert work.shape == (plan.work_len(groups),)
     units = [-(-max(n, 0) // UNIT_TOKENS) for n in lengths]
     assert counts[1] == len(lengths)

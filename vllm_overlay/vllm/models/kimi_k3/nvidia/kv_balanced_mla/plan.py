@@ -81,7 +81,7 @@ line's length fits int32; the segment that ends such a request then does the res
 MAX_SCORED_COST = 1 << 25
 """The makespan saturates here in the score, so that score and candidate fit int32."""
 
-NUM_COUNTS = 4
+COUNTS_LEN = 4
 MIN_SHARE = MIN_PIECE_UNITS * COST_SCALE
 """Groups that would get less of the line than this stay idle."""
 

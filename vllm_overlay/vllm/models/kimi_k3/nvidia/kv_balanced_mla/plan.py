@@ -94,6 +94,7 @@ class Segment(NamedTuple):
         unit_begin: First unit of ``UNIT_TOKENS`` tokens.
         unit_end: One past the last unit.
         slot: Partial slot to write, or -1 when the segment is the whole request.
+
     """
 
     request: int
@@ -133,6 +134,7 @@ def check_plan_shape(requests: int, groups: int) -> None:
     Raises:
         ValueError: More requests than ``MAX_REQUESTS`` or groups outside
             1..``MAX_GROUPS``.
+
     """
     if not 0 <= requests <= MAX_REQUESTS:
         raise ValueError(
@@ -153,6 +155,7 @@ class _Line:
         units: Units of each request, saturated.
         start: Cost before each request, and the total as last entry.
         live: One past the last request that has any KV.
+
     """
 
     def __init__(self, kv_lens: list[int], groups: int) -> None:
@@ -275,6 +278,7 @@ def plan_reference(
 
     Raises:
         ValueError: Sizes that one plan can't hold.
+
     """
     check_plan_shape(seq_lens.numel(), groups)
     line = _Line(seq_lens.tolist(), groups)
@@ -308,6 +312,7 @@ def segments(
 
     Returns:
         For each group its segments in the order of the walk.
+
     """
     bounds = work[: 2 * (groups + 1)].tolist()
     kv_lens = seq_lens.tolist()

@@ -36,12 +36,13 @@ class Launcher:
 
         Raises:
             ValueError: ``kinds`` does not fit the compiled signature.
+
         """
         expected = len(compiled.execution_args.signature.parameters)
         if len(kinds) != expected or not set(kinds) <= set(_STORAGE):
             raise ValueError(
-                f"kinds is {kinds!r}; the compiled function takes {expected} arguments, "
-                f"one letter of {''.join(_STORAGE)!r} for each."
+                f"kinds is {kinds!r}; the compiled function takes {expected} "
+                f"arguments: give one letter of {''.join(_STORAGE)!r} for each."
             )
         self._compiled = compiled
         self._slots = [_STORAGE[kind]() for kind in kinds]

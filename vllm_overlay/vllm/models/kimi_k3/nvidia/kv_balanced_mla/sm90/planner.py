@@ -27,6 +27,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from .. import plan
 from ..config import UNIT_TOKENS
 from .launcher import Launcher
+from .warp import inclusive_scan
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -176,6 +177,7 @@ class PlannerKernel:
 
         Returns:
             Total cost, one past the last request with KV, number of requests with KV.
+
         """
         per_thread = self.per_thread
         tCost = cute.make_rmem_tensor((per_thread,), Int32)
@@ -198,7 +200,7 @@ class PlannerKernel:
                     nonempty = nonempty + 1
             tCost[i] = cost
             own = own + cost
-        inclusive = self.warp_scan(own, lane)
+        inclusive = inclusive_scan(own, lane)
         live = cute.arch.warp_redux_sync(live, "max")
         nonempty = cute.arch.warp_redux_sync(nonempty, "add")
         sWarpCost = storage.warp_cost.get_tensor(cute.make_layout(WARPS))
@@ -210,7 +212,7 @@ class PlannerKernel:
             sWarpCount[warp] = nonempty
         cute.arch.sync_threads()
         warp_total = sWarpCost[lane]
-        warp_inclusive = self.warp_scan(warp_total, lane)
+        warp_inclusive = inclusive_scan(warp_total, lane)
         live = cute.arch.warp_redux_sync(sWarpLive[lane], "max")
         nonempty = cute.arch.warp_redux_sync(sWarpCount[lane], "add")
         base = cute.arch.shuffle_sync(warp_inclusive - warp_total, warp)
@@ -222,15 +224,6 @@ class PlannerKernel:
         if tid == THREADS - 1:
             sStart[self.slots] = base
         return total, live, nonempty
-
-    @cute.jit
-    def warp_scan(self, value, lane):
-        """Inclusive prefix sum over a warp."""
-        for i in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(value, 1 << i)
-            if lane >= (1 << i):
-                value = value + below
-        return value
 
     @cute.jit
     def units_at(self, sStart, request):
@@ -340,9 +333,9 @@ class PlannerKernel:
         if partials > 0:
             score = score + plan.SCORE_ANY_SPLIT
         key = (score << CANDIDATE_BITS) + candidate
-        if candidate >= plan.EVEN_CANDIDATE:
-            if (live == 0) | (live > self.groups):
-                key = Int32(NO_SCORE)
+        fits = (live > 0) & (live <= self.groups)
+        if (candidate >= plan.EVEN_CANDIDATE) & ~fits:
+            key = Int32(NO_SCORE)
         best = cute.arch.warp_redux_sync(key, "min")
         return best & (plan.NUM_CANDIDATES - 1)
 
@@ -391,13 +384,15 @@ class PlannerKernel:
         """Is boundary ``group`` the first and is it the last cut of a request."""
         is_first = cutlass.Boolean(False)
         is_last = cutlass.Boolean(False)
+        unit = Int32(0)
         if (group > 0) & (group < self.groups):
-            if sUnit[group, chosen] > 0:
-                request = sRequest[group, chosen]
-                before = sRequest[group - 1, chosen] != request
-                after = sRequest[group + 1, chosen] != request
-                is_first = before | (sUnit[group - 1, chosen] == 0)
-                is_last = after | (sUnit[group + 1, chosen] == 0)
+            unit = sUnit[group, chosen]
+        if unit > 0:
+            request = sRequest[group, chosen]
+            before = sRequest[group - 1, chosen] != request
+            after = sRequest[group + 1, chosen] != request
+            is_first = before | (sUnit[group - 1, chosen] == 0)
+            is_last = after | (sUnit[group + 1, chosen] == 0)
         return is_first, is_last
 
 
@@ -411,6 +406,7 @@ def compile_plan_kernel(groups: int, max_requests: int) -> "CompiledPlanner":
 
     Raises:
         ValueError: Sizes that one plan can't hold.
+
     """
     return CompiledPlanner(groups, max_requests)
 
@@ -421,6 +417,7 @@ class CompiledPlanner:
     Attributes:
         groups: Worker groups of the plans.
         max_requests: Most requests of one plan.
+
     """
 
     def __init__(self, groups: int, max_requests: int):
@@ -462,6 +459,7 @@ class CompiledPlanner:
             counts: int32 ``[4]``, written.
             work: int32, at least ``plan.work_len(groups)`` entries, written.
             stream: Handle of the CUDA stream to launch on.
+
         """
         requests = seq_lens.shape[0]
         assert requests <= self.max_requests, (requests, self.max_requests)

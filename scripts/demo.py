@@ -8,6 +8,7 @@ go through a CPU reference: each worker's segments alone, then the merge.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -78,11 +79,12 @@ def _cpu_run(batch, work) -> bool:
 
 def _gpu_run(batch) -> bool:
     from kvdemo import gpu
+    from kvdemo.batch import HEAD_DIM, LATENT
 
     print("compiling and running the kernel on the GPU", flush=True)
     done = gpu.run(batch)
-    kv_bytes = sum(batch.lengths) * gpu.HEAD_DIM
-    flops = 2 * batch.rows * sum(batch.lengths) * (gpu.HEAD_DIM + gpu.LATENT)
+    kv_bytes = sum(batch.lengths) * HEAD_DIM
+    flops = 2 * batch.rows * sum(batch.lengths) * (HEAD_DIM + LATENT)
     low, high = done.spread_us
     print(f"  {done.name}, {done.clusters} clusters")
     print(f"  plan    {done.plan_us:9.1f} us")
@@ -102,7 +104,15 @@ def _gpu_run(batch) -> bool:
 
 def main() -> int:
     """Run the main job; return 0 when the result is as close as it must be."""
-    args = parser().parse_args()
+    made = parser()
+    args = made.parse_args()
+    for name, value, most in (
+        ("--heads", args.heads, 1024),
+        ("--query-tokens", args.query_tokens, 128),
+        ("--clusters", args.clusters, 127),
+    ):
+        if not 1 <= value <= most:
+            made.error(f"{name} is {value}; allowed are 1 to {most}")
     from kvdemo import gpu, picture
     from kvdemo.batch import Batch
     from kvdemo.work import check_cover, plan_batch
@@ -117,6 +127,9 @@ def main() -> int:
         flush=True,
     )
     print("importing vLLM", flush=True)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if why_not is not None:
+        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     work = plan_batch(batch, args.clusters)
     check_cover(work, batch.lengths)
     print(f"the plan: {work.groups} workers, {len(work.splits)} requests split")

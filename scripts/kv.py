@@ -11,6 +11,8 @@ COMMANDS = {
     "drift": "kvpatch.drift",
     "export": "kvpatch.export",
     "make-pr": "kvpatch.make_pr",
+    "load": "kvpatch.load",
+    "hooks": "kvpatch.hooks",
     "baseline": "kvpatch.baseline",
 }
 

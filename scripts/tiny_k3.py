@@ -62,7 +62,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     names = [*SPECIAL, *byte_characters()]
     names += [f"<x{i}>" for i in range(len(names), vocab_size)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass
 
 import torch
 
-from .batch import HEAD_DIM, LATENT, SOFTMAX_SCALE, Batch
-from .reference import Attention, Error, ErrorSum
+from .batch import HEAD_DIM, SOFTMAX_SCALE, Batch
+from .reference import Attention, Error, ErrorSum, attend
 
 BLOCK_SIZE = 64
-LOG2_E = math.log2(math.e)
 REPEATS, LAUNCHES = 7, 10
 
 
@@ -80,32 +78,6 @@ def paged(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
     return cache.view(torch.float8_e4m3fn), table.cuda(), rows
 
 
-def exact(batch: Batch, request: int, rows: torch.Tensor) -> Attention:
-    """Attend without a split, in float64 on the GPU."""
-    q = batch.query(request).cuda().double() * (SOFTMAX_SCALE * LOG2_E)
-    seen = batch.visible(request).cuda()[:, None, None]
-    shape = (batch.qlen, batch.heads)
-    top = torch.full(shape, -math.inf, dtype=torch.float64, device="cuda")
-    total = torch.zeros_like(top)
-    acc = torch.zeros(*shape, LATENT, dtype=torch.float64, device="cuda")
-    for at in range(0, len(rows), 1 << 16):
-        kv = rows[at : at + (1 << 16)].double()
-        scores = q @ kv.T
-        where = torch.arange(at, at + len(kv), device="cuda")
-        scores.masked_fill_(where >= seen, -math.inf)
-        new = torch.maximum(top, scores.amax(-1))
-        safe = new.masked_fill(new == -math.inf, 0)
-        weights = torch.exp2(scores - safe[..., None])
-        shrink = torch.exp2(top - safe)
-        total = total * shrink + weights.sum(-1)
-        acc = acc * shrink[..., None] + weights @ kv[:, :LATENT]
-        top = new
-    some = total > 0
-    out = acc / total.where(some, torch.ones_like(total))[..., None]
-    lse = torch.where(some, top + total.log2(), torch.full_like(top, -math.inf))
-    return Attention(out.cpu(), lse.cpu())
-
-
 def _median_us(call) -> tuple[float, tuple[float, float]]:
     """Time a call as replays of a CUDA graph of several launches."""
     call()
@@ -163,7 +135,8 @@ def run(batch: Batch) -> GpuRun:
     for r in range(requests):
         span = slice(r * batch.qlen, (r + 1) * batch.qlen)
         got = Attention(out[span].float().cpu(), lse[span].cpu())
-        errors.add(got, exact(batch, r, rows[r]))
+        length = batch.lengths[r]
+        errors.add(got, attend(batch, r, rows[r], 0, length, torch.float64))
     del rows
     plan_us, _ = _median_us(plan)
     decode_us, spread = _median_us(decode)

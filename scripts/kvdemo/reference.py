@@ -42,22 +42,23 @@ def attend(
     Args:
         batch: The step.
         request: Index of the request.
-        cache: FP8 `[length, 576]`.
+        cache: FP8 `[length, 576]`; the arithmetic runs on its device.
         begin: First KV token.
         end: One past the last; the request's length cuts it.
         dtype: Of the arithmetic; inputs are the quantised values.
 
     """
-    q = batch.query(request).to(dtype) * (SOFTMAX_SCALE * LOG2_E)
-    seen = batch.visible(request)[:, None, None]
+    where_to = {"dtype": dtype, "device": cache.device}
+    q = batch.query(request).to(**where_to) * (SOFTMAX_SCALE * LOG2_E)
+    seen = batch.visible(request).to(cache.device)[:, None, None]
     shape = (batch.qlen, batch.heads)
-    top = torch.full(shape, -math.inf, dtype=dtype)
-    total = torch.zeros(shape, dtype=dtype)
-    acc = torch.zeros(*shape, LATENT, dtype=dtype)
+    top = torch.full(shape, -math.inf, **where_to)
+    total = torch.zeros(shape, **where_to)
+    acc = torch.zeros(*shape, LATENT, **where_to)
     for at in range(begin, min(end, len(cache)), CHUNK_TOKENS):
         kv = cache[at : min(at + CHUNK_TOKENS, end)].to(dtype)
         scores = q @ kv.T
-        where = torch.arange(at, at + len(kv))
+        where = torch.arange(at, at + len(kv), device=cache.device)
         scores.masked_fill_(where >= seen, -math.inf)
         new = torch.maximum(top, scores.amax(-1))
         safe = new.masked_fill(new == -math.inf, 0)
@@ -67,9 +68,9 @@ def attend(
         acc = acc * shrink[..., None] + weights @ kv[:, :LATENT]
         top = new
     some = total > 0
-    out = acc / total.where(some, torch.ones(()).to(dtype))[..., None]
+    out = acc / total.where(some, torch.ones_like(total))[..., None]
     lse = torch.where(some, top + total.log2(), torch.full_like(top, -math.inf))
-    return Attention(out, lse)
+    return Attention(out.cpu(), lse.cpu())
 
 
 def merge(parts: list[Attention]) -> Attention:

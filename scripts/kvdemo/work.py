@@ -77,7 +77,7 @@ def check_cover(work: Work, lengths: list[int]) -> None:
         AssertionError: A token is missed or walked twice.
 
     """
-    at = {}
+    at: dict[int, int] = {}
     for walk in work.segments:
         for request, begin, end, _ in walk:
             assert begin == at.get(request, 0), (request, begin, at.get(request))

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the patch set and say what it holds: a check that needs no tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .patchset import load_patch_set
+
+
+def main(argv: list[str]) -> int:
+    """Run `kv.py load`; return 0 when every part parses and they agree."""
+    if argv:
+        print("usage: kv.py load")
+        return 2
+    ps = load_patch_set(Path(__file__).resolve().parents[2])
+    for patch in ps.patches:
+        files = ", ".join(f.path for f in patch.files)
+        print(f"{patch.name}: {patch.changed_lines} changed lines in {files}")
+    print(f"{len(ps.overlay)} overlay files; patch set {ps.ident}")
+    return 0

@@ -85,6 +85,15 @@ def reference_decode(
     return torch.cat(outs), torch.cat(lses)
 
 
+@contextmanager
+def small_tensors():
+    """One thread: a pool only slows down tensors of this size."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class FakeCore:
     """The surface of ``core.py`` on CPU tensors."""
 

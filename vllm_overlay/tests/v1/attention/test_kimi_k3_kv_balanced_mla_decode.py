@@ -18,13 +18,16 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.attention.ops.dcp import _lse_weighted_combine
 from vllm.v1.worker import ubatching, workspace
 
+pytestmark = pytest.mark.skip_global_cleanup
+
 LENGTHS = [0, 1, 3, 63, 64, 65, 129, 500]
 
 
 @pytest.fixture(autouse=True)
 def _workspace():
     workspace.init_workspace_manager(utils.CPU, num_ubatches=1, num_lanes=2)
-    yield
+    with utils.small_tensors():
+        yield
     workspace.reset_workspace_manager()
 
 

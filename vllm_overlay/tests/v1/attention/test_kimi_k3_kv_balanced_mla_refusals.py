@@ -9,11 +9,14 @@ from tests.v1.attention import kimi_k3_kv_balanced_mla_utils as utils
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla import decode as decode_module
 from vllm.v1.worker import workspace
 
+pytestmark = pytest.mark.skip_global_cleanup
+
 
 @pytest.fixture(autouse=True)
 def _workspace():
     workspace.init_workspace_manager(utils.CPU)
-    yield
+    with utils.small_tensors():
+        yield
     workspace.reset_workspace_manager()
 
 

@@ -76,7 +76,8 @@ def apply(target: Target, patch_set: PatchSet, with_import: bool = True) -> bool
     """
     check_version(target, patch_set.pin)
     state = look(target, patch_set)
-    if state.is_patched and state.record and not state.interrupted:
+    noted = (state.record or {}).get("patch_set")
+    if state.is_patched and noted == patch_set.ident and not state.interrupted:
         check_result(target, patch_set)
         say(f"already applied, nothing changed: {target.root}")
         return False

@@ -13,8 +13,8 @@ from .mailpatch import FilePatch, Patch, apply_file, blob_id, load_series, same_
 from .pin import Pin, load_pin
 
 # Files that an editor, a test run or an interpreter leaves behind.
-_JUNK_DIRS = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
-_JUNK_ENDS = (".pyc", ".orig", ".rej", ".swp", "~")
+JUNK_DIRS = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+JUNK_ENDS = (".pyc", ".orig", ".rej", ".swp", "~")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _load_overlay(root: Path) -> dict[str, OverlayFile]:
                 "the overlay holds a symbolic link", got=str(path), allowed="files"
             )
         name = path.relative_to(root)
-        junk = _JUNK_DIRS.intersection(name.parts) or name.name.endswith(_JUNK_ENDS)
+        junk = JUNK_DIRS.intersection(name.parts) or name.name.endswith(JUNK_ENDS)
         if path.is_file() and not junk:
             executable = bool(path.stat().st_mode & 0o100)
             files[name.as_posix()] = OverlayFile(path.read_bytes(), executable)

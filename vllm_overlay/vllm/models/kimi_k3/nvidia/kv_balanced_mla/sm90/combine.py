@@ -284,10 +284,8 @@ class CombineKernel:
     ):  # fmt: skip
         """Weighted sum of the partials begin, begin + step, .. of a row.
 
-        Args:
-            column: This lane's first column; further bands are ``BAND`` apart.
-            bands: Bands of ``BAND`` columns of this warp.
-            batch: Partials that are loaded together.
+        A lane owns ``VECTOR`` columns from ``column`` in each of ``bands`` bands that
+        are ``BAND`` columns apart; ``batch`` partials are loaded together.
 
         Returns:
             Largest LSE, sum of the weights relative to it, and the weighted sum of the

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from kvpatch import probe
 from kvpatch.mailpatch import blob_id
 from kvpatch.patchset import load_patch_set
 
@@ -19,7 +20,9 @@ SHADOWED = "vllm/slow.py"
 
 STOCK = {
     "vllm/__init__.py": "",
-    REGISTRY: "class Backends:\n" + "".join(f'    B{i} = "m.b{i}"\n' for i in range(9)),
+    REGISTRY: "import enum\n\n\nclass Backends(enum.Enum):\n"
+    + "".join(f'    B{i} = "m.b{i}"\n' for i in range(9)),
+    + "".join(f'    B{i} = "m.b{i}"\n' for i in range(9)),
     LAYER: "".join(f"line {i}\n" for i in range(40)),
     TEST: "def test_layer():\n    assert True\n",
     SHADOWED: "SPEED = 1\n",
@@ -45,7 +48,7 @@ HEADER = """\
 From: A Developer <dev@example.com>
 Subject: [PATCH] {subject}
 
-Why this can't live in the overlay.
+Why this can't live in the overlay: the hook needs a line of its own.
 
 Kind: hook
 Forwarded: no
@@ -139,6 +142,12 @@ def snapshot(root):
         for p in sorted(root.rglob("*"))
         if ".git" not in p.relative_to(root).parts
     }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_import_probe(monkeypatch):
+    """Tiny trees hold nothing to import; test_probe.py does it where it matters."""
+    monkeypatch.setattr(probe, "importable", lambda root: False)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ EXTRA = "vllm/other.py"
 
 
 @pytest.fixture
-def work(tiny, tmp_path, monkeypatch):
+def work(tiny, tmp_path):
     """A project with its source release as a file, and a patched tree of it."""
     tiny.stock[EXTRA] = "".join(f"other {i}\n" for i in range(20))
     sdist = tmp_path / "vllm-1.2.3.tar.gz"

@@ -288,6 +288,8 @@ class KimiK3KvBalancedMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
+    # Kimi K3's layer has no prefill context parallelism.
+    supports_pcp: bool = False
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     # The kernel's softmax works in base 2.
     lse_base_on_e: bool = False

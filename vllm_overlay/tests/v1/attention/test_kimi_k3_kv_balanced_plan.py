@@ -212,6 +212,27 @@ def test_layout_of_a_small_plan():
     ]
 
 
+@pytest.mark.parametrize("name", BATCHES)
+def test_scored_cost_is_the_time_of_the_walk(name):
+    """The cost that candidates are compared by is what the groups really do."""
+    lengths = BATCHES[name][0] + [0, 0, 0]
+    _, _, work, walks = make_plan(lengths, 66)
+    bounds = [tuple(pair) for pair in work[: 2 * 67].view(-1, 2).tolist()]
+    line = plan._Line(lengths, 66)
+    for walk, begin, end in zip(walks, bounds, bounds[1:]):
+        cost, partials = line.group_cost(begin, end)
+        assert cost == plan.COST_SCALE * sum(segment_time(s) for s in walk)
+        assert partials == sum(s.slot >= 0 for s in walk)
+
+
+def test_even_pieces_leave_the_empty_tail_to_idle_groups():
+    """5 requests x 4 pieces on 22 groups: the last 2 groups share 10 empty ones."""
+    line = plan._Line([8192] * 5 + [0] * 10, 22)
+    bounds = line.candidate(plan.EVEN_CANDIDATE)
+    assert bounds[:5] == [(0, 0), (0, 16), (0, 32), (0, 48), (1, 0)]
+    assert bounds[20:] == [(5, 0), (10, 0), (15, 0)]
+
+
 def test_plan_depends_on_lengths_only():
     lengths = BATCHES["256-lognormal-8k"][0]
     first = make_plan(lengths, 66)[1:3]

@@ -22,7 +22,6 @@ STOCK = {
     "vllm/__init__.py": "",
     REGISTRY: "import enum\n\n\nclass Backends(enum.Enum):\n"
     + "".join(f'    B{i} = "m.b{i}"\n' for i in range(9)),
-    + "".join(f'    B{i} = "m.b{i}"\n' for i in range(9)),
     LAYER: "".join(f"line {i}\n" for i in range(40)),
     TEST: "def test_layer():\n    assert True\n",
     SHADOWED: "SPEED = 1\n",

@@ -64,7 +64,15 @@ def gather(cache, block_table, length):
 
 
 def reference_decode(
-    q, cache, block_table, lengths, scale, *, causal=True, causal_lens=None, cp=(1, 0, 1)
+    q,
+    cache,
+    block_table,
+    lengths,
+    scale,
+    *,
+    causal=True,
+    causal_lens=None,
+    cp=(1, 0, 1),
 ):
     """fp32 output ``[tokens, heads, 512]`` and base-2 LSE ``[tokens, heads]``.
 
@@ -273,7 +281,9 @@ def make_query(tokens, heads, seed=1):
     return torch.randn(tokens, heads, HEAD, generator=generator).to(FP8)
 
 
-def make_metadata(lengths, qlen, table, *, causal=True, causal_lens=None, seq_lens=None):
+def make_metadata(
+    lengths, qlen, table, *, causal=True, causal_lens=None, seq_lens=None
+):
     """Metadata of a decode-only step, as the builder makes it."""
     requests = len(lengths)
     if seq_lens is None:

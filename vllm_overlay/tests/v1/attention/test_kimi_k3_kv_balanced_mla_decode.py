@@ -147,9 +147,9 @@ def test_dcp_shards_merge_to_the_whole(core, world, interleave, qlen):
             torch.tensor(totals), world, rank, interleave
         ).tolist()
         blocks = [-(-n // utils.BLOCK) for n in local]
-        cache = torch.full(
-            (sum(blocks) + 1, utils.BLOCK, utils.HEAD), float("nan")
-        ).to(utils.FP8)
+        cache = torch.full((sum(blocks) + 1, utils.BLOCK, utils.HEAD), float("nan")).to(
+            utils.FP8
+        )
         local_table = torch.full((len(totals), max(blocks) + 1), 1 << 30)
         local_table = local_table.to(torch.int32)
         page = 1

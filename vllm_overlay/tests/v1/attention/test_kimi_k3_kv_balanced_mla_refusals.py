@@ -96,7 +96,10 @@ def test_query_tuple(core):
     ("q", "match"),
     [
         (torch.zeros(2, 4, 576, dtype=torch.bfloat16), "bfloat16, it must be"),
-        (torch.zeros(2, 3, 576).to(utils.FP8), r"shape \(2, 3, 576\).*\[tokens, 4, 576"),
+        (
+            torch.zeros(2, 3, 576).to(utils.FP8),
+            r"shape \(2, 3, 576\).*\[tokens, 4, 576",
+        ),
         (torch.zeros(2, 4, 512).to(utils.FP8), r"shape \(2, 4, 512\)"),
         (torch.zeros(2, 4, 1152).to(utils.FP8)[..., ::2], "not contiguous"),
     ],

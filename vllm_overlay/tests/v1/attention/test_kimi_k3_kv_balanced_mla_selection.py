@@ -126,9 +126,7 @@ def test_capabilities():
     assert impl.can_return_lse_for_decode and not impl.lse_base_on_e
     assert impl.supports_mtp_with_cp_non_trivial_interleave_size
     assert builder.query_len_support is QueryLenSupport.UNIFORM
-    assert (
-        builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
-    )
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
 
 
 def test_signatures_are_those_of_the_base_classes():
@@ -207,9 +205,7 @@ def test_another_model_has_its_reason(monkeypatch, config, parts):
 
 def test_missing_dsl_has_its_reason(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(
-        backend_module, "get_current_vllm_config_or_none", lambda: None
-    )
+    monkeypatch.setattr(backend_module, "get_current_vllm_config_or_none", lambda: None)
     monkeypatch.setattr(backend_module.importlib.util, "find_spec", lambda name: None)
     (found,) = reasons()
     assert "CuTe DSL" in found and "pip install nvidia-cutlass-dsl" in found

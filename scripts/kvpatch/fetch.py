@@ -171,6 +171,37 @@ def fetch_release(
     return kept
 
 
+def fetch_any(project: str, version: str) -> Path:
+    """Return the source release of any version, for comparison only: no hash is known.
+
+    Raises:
+        PatchSetError: The index gives none.
+
+    """
+    store = cache_dir() / f"unpinned-{version}"
+    for kept in sorted(store.glob("*.tar.gz")):
+        return kept
+    store.mkdir(parents=True, exist_ok=True)
+    print(f"fetching the {project} {version} source release through pip", flush=True)
+    with tempfile.TemporaryDirectory(dir=store.parent) as tmp:
+        work = Path(tmp)
+        dest = work / "files"
+        dest.mkdir()
+        python = python_with_pip(work)
+        own = [python, str(Path(__file__)), f"{project}=={version}", "", str(dest)]
+        ran = subprocess.run([*own, "sdist"], cwd=work, capture_output=True, text=True)
+        got = next(dest.iterdir(), None)
+        if ran.returncode or got is None:
+            raise PatchSetError(
+                f"the package index gave no source release of {project} {version}",
+                got=ran.stderr.strip()[-300:] or "no such version",
+                todo="check the version, or pass a folder",
+            )
+        kept = store / got.name
+        os.replace(got, kept)
+    return kept
+
+
 def _fetch_by_command(
     python: str, pin: Pin, wheel: bool, dest: Path, first_error: str
 ) -> None:

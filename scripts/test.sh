@@ -64,17 +64,18 @@ part() { # NAME COMMAND...: run it, remember how it ended
 # shellcheck disable=SC2329 # called by name, through `part`
 overlay_tests() {
   # A folder with vLLM's tests but without its package: the installed one is imported.
-  local root="$project/build/tests-root" files
+  local root="$project/build/tests-root" files plugins=()
   mkdir -p "$root"
   ln -sfn ../vllm/tests "$root/tests"
   cp "$project/build/vllm/pyproject.toml" "$root/pyproject.toml"
   mapfile -t files < <(cd "$project/vllm_overlay" && find tests -name 'test_*.py' | sort)
   if [ "$kind" = cpu ]; then
-    export VLLM_TARGET_DEVICE=cpu CUTE_DSL_ARCH=sm_90a
+    export VLLM_TARGET_DEVICE=cpu CUTE_DSL_ARCH=sm_90a PYTHONPATH="$project/scripts"
+    plugins=(-p kvpatch.cpu_torch)
   fi
   cd "$root"
   HF_HUB_OFFLINE=1 "$python" -m pytest -p no:cacheprovider -W ignore -q -rs --no-header \
-    "${junit_option[@]}" "$@" "${files[@]}"
+    "${plugins[@]}" "${junit_option[@]}" "$@" "${files[@]}"
 }
 
 junit_option=()

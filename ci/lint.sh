@@ -38,9 +38,9 @@ check() { # NAME COMMAND...
 
 cd "$project"
 mapfile -t shells < <(git ls-files '*.sh' .ci/run)
-check "ruff: this repository" "$tools/bin/ruff" check scripts tests
-check "ruff format: this repository" "$tools/bin/ruff" format --check scripts tests
-check "mypy: this repository" env MYPYPATH=scripts "$tools/bin/mypy" scripts
+check "ruff: this repository" "$tools/bin/ruff" check scripts tests ci
+check "ruff format: this repository" "$tools/bin/ruff" format --check scripts tests ci
+check "mypy: this repository" env MYPYPATH=scripts "$tools/bin/mypy" scripts ci
 check "typos: this repository" "$tools/bin/typos"
 check "shellcheck" "$tools/bin/shellcheck" -x "${shells[@]}"
 

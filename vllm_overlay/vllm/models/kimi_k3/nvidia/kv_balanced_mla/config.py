@@ -38,41 +38,34 @@ MAX_SOFTMAX_REGISTERS = 216
 
 
 @dataclass(frozen=True)
-class DecodeGeometry:
-    """One compiled shape of the decode kernel.
+class DecodeTile:
+    """What the decode kernel is compiled for, besides causality.
+
+    Heads and query tokens are run-time values: one tile serves every shape that fits.
 
     Attributes:
-        heads: Query heads of one token.
-        qlen: Query tokens of one request.
         rows_per_cta: Query rows of one thread block (16, 32, 48 or 64).
         cluster: Thread blocks that share one KV stream (1 or 2).
         kv_stages: Shared-memory stages of ``TILE_TOKENS`` tokens.
-        p_stages: Buffers for the probabilities of one tile.
-        interleaved: Issue the next tile's Q K^T inside this tile's softmax. Needs a
-            second score fragment in registers, so it goes with small row counts.
+        p_stages: Buffers for the probabilities of one tile; an even number.
     """
 
-    heads: int
-    qlen: int
     rows_per_cta: int
     cluster: int
     kv_stages: int = 5
     p_stages: int = 4
-    interleaved: bool = True
-
-    @property
-    def rows(self) -> int:
-        """Query rows of one request."""
-        return self.heads * self.qlen
 
     @property
     def rows_per_cluster(self) -> int:
         return self.rows_per_cta * self.cluster
 
     @property
-    def row_chunks(self) -> int:
-        """Clusters that walk the same KV for different rows of a request."""
-        return -(-self.rows // self.rows_per_cluster)
+    def interleaved(self) -> bool:
+        """Whether the next tile's Q K^T is issued inside this tile's softmax.
+
+        It needs a second score fragment in registers, which 64 rows leave no room for.
+        """
+        return self.rows_per_cta < 64
 
     @property
     def output_registers(self) -> int:
@@ -109,31 +102,56 @@ class DecodeGeometry:
             )
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster is {self.cluster}; allowed are 1 and 2.")
+        if self.p_stages < 2 or self.p_stages % 2:
+            raise ValueError(
+                f"p_stages is {self.p_stages}; a unit takes two, so an even number."
+            )
         if self.shared_memory_bytes > MAX_SHARED_MEMORY_BYTES:
             raise ValueError(
-                f"The geometry needs {self.shared_memory_bytes} bytes of shared "
-                f"memory; SM90 gives a block {MAX_SHARED_MEMORY_BYTES}. Use fewer "
-                "stages."
+                f"The tile needs {self.shared_memory_bytes} bytes of shared memory; "
+                f"SM90 gives a block {MAX_SHARED_MEMORY_BYTES}. Use fewer stages."
             )
 
 
-# Relative time of one pass over the KV, by (rows_per_cta, cluster). Only the order
-# matters: it chooses between more chunks of 96 rows and fewer of 128.
-_PASS_COST = {(48, 2): 1.0, (64, 2): 1.19}
+@dataclass(frozen=True)
+class DecodeGeometry:
+    """A shape on a tile.
+
+    Attributes:
+        heads: Query heads of one token.
+        qlen: Query tokens of one request.
+        tile: The compiled tile.
+    """
+
+    heads: int
+    qlen: int
+    tile: DecodeTile
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one request."""
+        return self.heads * self.qlen
+
+    @property
+    def row_chunks(self) -> int:
+        """Clusters that walk the same KV for different rows of a request."""
+        return -(-self.rows // self.tile.rows_per_cluster)
+
+
+SMALL_TILES = tuple(DecodeTile(rows, 1) for rows in (16, 32, 48, 64))
+"""Up to 64 rows: one block, its own KV stream."""
+LARGE_TILES = ((DecodeTile(48, 2), 1.0), (DecodeTile(64, 2), 1.13))
+"""More rows: a cluster of two, with the relative time of one pass over the KV (on an
+H200: see docs/measurements). It decides between more chunks of 96 and fewer of 128."""
+TILES = SMALL_TILES + tuple(tile for tile, _ in LARGE_TILES)
+"""Every tile that a shape can choose."""
 
 
 def choose_geometry(heads: int, qlen: int) -> DecodeGeometry:
-    """Pick the tile for ``heads x qlen`` query rows.
-
-    Up to 64 rows fit one thread block; more are split over a cluster of two that
-    shares the KV stream by multicast, and over several clusters above 128 rows.
-    """
+    """Pick the tile for ``heads x qlen`` query rows."""
     rows = heads * qlen
-    for tile in (16, 32, 48, 64):
-        if rows <= tile:
-            return DecodeGeometry(heads, qlen, tile, 1, interleaved=tile < 64)
-    options = []
-    for (tile, cluster), cost in _PASS_COST.items():
-        geometry = DecodeGeometry(heads, qlen, tile, cluster, interleaved=tile < 64)
-        options.append((geometry.row_chunks * cost, geometry))
-    return min(options, key=lambda option: option[0])[1]
+    for tile in SMALL_TILES:
+        if rows <= tile.rows_per_cta:
+            return DecodeGeometry(heads, qlen, tile)
+    shapes = [(DecodeGeometry(heads, qlen, tile), cost) for tile, cost in LARGE_TILES]
+    return min(shapes, key=lambda shape: shape[0].row_chunks * shape[1])[0]

@@ -16,9 +16,9 @@ from . import plan
 from .config import (
     HEAD_DIM,
     LATENT,
-    NUM_WARPGROUPS,
     TILE_TOKENS,
     DecodeGeometry,
+    DecodeTile,
     choose_geometry,
 )
 
@@ -85,7 +85,7 @@ def max_active_clusters(device: torch.device) -> int:
 
 def worker_groups(geometry: DecodeGeometry, clusters: int) -> int:
     """Groups that the plan balances: clusters (or single blocks) per row chunk."""
-    workers = clusters * (2 if geometry.cluster == 1 else 1)
+    workers = clusters * (2 if geometry.tile.cluster == 1 else 1)
     return max(workers // geometry.row_chunks, 1)
 
 
@@ -133,31 +133,232 @@ def workspace_bytes(
     return sum(_partial_sizes(geometry, worker_groups(geometry, clusters)))
 
 
-def _pointer(dtype, address: int, align: int):
-    from cutlass.cute import AddressSpace
-    from cutlass.cute.runtime import make_ptr
-
-    return make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
-
-
 @functools.cache
-def compile_decode(geometry: DecodeGeometry, causal: bool):
-    """Compile one shape's main kernel (cached by its hashable facts)."""
-    import cutlass
+def compile_decode(tile: DecodeTile, causal: bool, device_index: int = 0):
+    """Compile one tile's main kernel (cached by its hashable facts).
+
+    Args:
+        tile: The tile; it serves every number of heads and query tokens.
+        causal: Whether later query tokens see more keys.
+        device_index: Device that the compiled function is loaded on.
+
+    Returns:
+        The DSL's compiled function; ``DECODE_KINDS`` gives its argument types.
+    """
+    del device_index  # a loaded function belongs to one device: part of the key only
+    import cutlass  # noqa: F401  (the DSL registers itself on import)
     import cutlass.cute as cute
     from cutlass import Float32, Int32, Int64, Uint32
-    from cutlass.cute.runtime import make_fake_stream
+    from cutlass.cute.runtime import make_fake_stream, make_ptr
 
     from .sm90.decode_kernel import FP8, DecodeKernel
 
-    assert cutlass  # imported for its side effects on the DSL's state
-    p = functools.partial(_pointer, address=4096)
+    def pointer(dtype, align):
+        return make_ptr(dtype, 4096, cute.AddressSpace.gmem, assumed_align=align)
+
     return cute.compile(
-        DecodeKernel(geometry, causal),
-        p(Uint32, align=16), p(FP8, align=16),
-        p(Int32, align=4), p(Int32, align=4), p(Int32, align=4), p(Int32, align=8),
-        p(Float32, align=16), p(Float32, align=4), p(Uint32, align=16),
-        p(Float32, align=4),
-        Int32(1), Int32(64), Int64(64 * HEAD_DIM), Int32(1), Int32(1), Int32(0),
-        Int32(1), Int32(0), Int32(1), Float32(1.0), Float32(1.0), make_fake_stream(),
-    )  # fmt: skip
+        DecodeKernel(tile, causal),
+        pointer(Uint32, 16),
+        pointer(FP8, 16),
+        pointer(Int32, 4),
+        pointer(Int32, 4),
+        pointer(Int32, 4),
+        pointer(Int32, 8),
+        pointer(Float32, 16),
+        pointer(Float32, 4),
+        pointer(Uint32, 16),
+        pointer(Float32, 4),
+        Int32(1),
+        Int32(TILE_TOKENS),
+        Int64(TILE_TOKENS * HEAD_DIM),
+        Int32(1),
+        Int32(1),
+        Int32(0),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        Int32(0),
+        Int32(1),
+        Float32(1.0),
+        Float32(1.0),
+        make_fake_stream(),
+    )
+
+
+DECODE_KINDS = "p" * 10 + "iilii" + "iii" + "i" + "iii" + "ff" + "p"
+"""``Launcher`` types of ``compile_decode``'s arguments."""
+
+
+class KvBalancedMla:
+    """One compiled shape: planner, split-KV decode and combine.
+
+    Args:
+        heads: Query heads of one token.
+        qlen: Query tokens of one request.
+        max_requests: Most requests of one call.
+        causal: Whether query token j sees the KV of earlier query tokens and itself
+            only; False: every token sees all of it.
+        device: The CUDA device.
+
+    Raises:
+        ValueError: The shape does not run on the device, or ``max_requests`` does not
+            fit one plan.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        qlen: int,
+        max_requests: int,
+        causal: bool,
+        device: torch.device,
+    ) -> None:
+        reason = check_shape(heads, qlen, device)
+        if reason is not None:
+            raise ValueError(f"The KV-balanced MLA kernel does not run here: {reason}.")
+        most = max_planned_requests(heads, qlen)
+        if not 1 <= max_requests <= most:
+            raise ValueError(
+                f"max_requests is {max_requests}; one plan holds 1 to {most}."
+            )
+        device = torch.device(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.heads = heads
+        self.qlen = qlen
+        self.rows = heads * qlen
+        self.max_requests = max_requests
+        self.causal = causal
+        self.device = torch.device("cuda", index)
+        self.geometry = choose_geometry(heads, qlen)
+        self.groups = worker_groups(self.geometry, max_active_clusters(self.device))
+        self._partial_bytes, lse_bytes = _partial_sizes(self.geometry, self.groups)
+        self.workspace_bytes = self._partial_bytes + lse_bytes
+
+        from .sm90.combine import compile_combine_kernel
+        from .sm90.launcher import Launcher
+        from .sm90.planner import compile_plan_kernel
+
+        sms = torch.cuda.get_device_properties(index).multi_processor_count
+        with torch.cuda.device(index):
+            self._decode = Launcher(
+                compile_decode(self.geometry.tile, causal, index), DECODE_KINDS
+            )
+            self._planner = compile_plan_kernel(self.groups, plan.MAX_REQUESTS)
+            self._combine = compile_combine_kernel(self.groups, self.rows, sms)
+
+    def plan(
+        self, seq_lens: torch.Tensor, counts: torch.Tensor, work: torch.Tensor
+    ) -> None:
+        """Split the KV over the workers; on the device, one launch.
+
+        Args:
+            seq_lens: KV lengths of this rank in tokens, int32 ``[requests]``.
+            counts: int32 ``[counts_len()]``, written.
+            work: int32, at least ``work_list_len(...)`` entries, written.
+        """
+        self._planner.launch(seq_lens, counts, work, _stream(self.device))
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        softmax_scale: float,
+        output_scale: float,
+        counts: torch.Tensor,
+        work: torch.Tensor,
+        workspace: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        causal_lens: torch.Tensor | None = None,
+        cp: tuple[int, int, int] = (1, 0, 1),
+    ) -> torch.Tensor:
+        """Run the decode over a plan of the same lengths.
+
+        Args:
+            q: ``[requests * qlen, heads, 576]`` FP8 e4m3, contiguous.
+            cache: ``[num_blocks, block_size, 576]`` FP8; block_size a multiple of 64,
+                the block stride a multiple of 16 bytes.
+            block_table: int32 ``[requests, max_blocks]``, rows may be strided.
+            seq_lens: int32 ``[requests]``, KV lengths of this rank in tokens.
+            softmax_scale: Factor of the scores (with the query's and cache's scales).
+            output_scale: Factor of the output (the scale of V).
+            counts: The plan's counts.
+            work: The plan's work list.
+            workspace: Scratch, at least ``workspace_bytes``, 128-byte aligned.
+            lse: fp32 ``[requests * qlen, heads]``, written with the log2 LSE.
+            causal_lens: int32 ``[requests]``, lengths over all ranks; needed under
+                DCP with a causal mask, else ``seq_lens``.
+            cp: DCP world size, rank and interleave in tokens.
+
+        Returns:
+            ``[requests * qlen, heads, 512]`` bf16.
+        """
+        requests = block_table.shape[0]
+        _, block_size, width = cache.shape
+        block_stride = cache.stride(0)
+        assert q.shape == (requests * self.qlen, self.heads, HEAD_DIM), q.shape
+        assert q.is_contiguous() and q.element_size() == 1, (q.stride(), q.dtype)
+        assert cache.element_size() == 1 and width == HEAD_DIM, (cache.dtype, width)
+        assert cache.stride()[1:] == (HEAD_DIM, 1), cache.stride()
+        assert block_size % TILE_TOKENS == 0, block_size
+        assert block_stride % 16 == 0, block_stride
+        assert block_table.stride(1) == 1, block_table.stride()
+        assert block_table.dtype == seq_lens.dtype == torch.int32
+        assert seq_lens.shape[0] == requests, (seq_lens.shape, requests)
+        scratch_bytes = workspace.numel() * workspace.element_size()
+        assert scratch_bytes >= self.workspace_bytes, scratch_bytes
+        world, rank, interleave = cp
+        assert world == 1 or not self.causal or causal_lens is not None, cp
+        bounds = seq_lens if causal_lens is None else causal_lens
+
+        out = torch.empty(
+            (q.shape[0], self.heads, LATENT), dtype=torch.bfloat16, device=q.device
+        )
+        partials = workspace.data_ptr()
+        partial_lse = partials + self._partial_bytes
+        lse_ptr = None if lse is None else lse.data_ptr()
+        stream = _stream(self.device)
+        self._decode(
+            q.data_ptr(),
+            cache.data_ptr(),
+            block_table.data_ptr(),
+            seq_lens.data_ptr(),
+            bounds.data_ptr(),
+            work.data_ptr(),
+            partials,
+            partial_lse,
+            out.data_ptr(),
+            lse_ptr or 0,
+            cache.shape[0],
+            block_size,
+            block_stride,
+            block_table.stride(0),
+            self.groups,
+            self.heads,
+            self.qlen,
+            self.geometry.row_chunks,
+            lse_ptr is not None,
+            world,
+            rank,
+            interleave,
+            softmax_scale * LOG2_E,
+            output_scale,
+            stream,
+        )
+        self._combine(
+            partials,
+            partial_lse,
+            counts.data_ptr(),
+            work.data_ptr(),
+            out.data_ptr(),
+            lse_ptr,
+            output_scale,
+            stream,
+        )
+        return out
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream

@@ -47,7 +47,7 @@ from ..config import (
     TILE_TOKENS,
     UNIT_TOKENS,
     WARPGROUP_THREADS,
-    DecodeGeometry,
+    DecodeTile,
 )
 from .output import OutputRole
 from .producer import ProducerRole
@@ -79,10 +79,10 @@ class SharedMemory:
 
 
 class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
-    """One compiled shape: geometry and causality are compile-time facts."""
+    """One compiled shape: tile and causality are compile-time facts; heads and query tokens are not."""
 
-    def __init__(self, geometry: DecodeGeometry, causal: bool):
-        self.geometry = geometry
+    def __init__(self, tile: DecodeTile, causal: bool):
+        self.tile = tile
         self.causal = causal
         self.entry_registers = 65536 // NUM_THREADS // 8 * 8
 
@@ -98,7 +98,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
     @cute.jit
     def segment(self, seg, request):
         """This group's piece of ``request``: KV length, units, partial slot or -1."""
-        first, first_unit, _, last, last_unit, mLens, _, _, group = seg
+        first, first_unit, _, last, last_unit, mLens, _, _, group, _ = seg
         length = cutlass.max(mLens[request], 0)
         units = (length + (UNIT_TOKENS - 1)) // UNIT_TOKENS
         begin = Int32(0)
@@ -136,11 +136,11 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         """This warp is done with a KV stage: tell the producers of the cluster."""
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
-        if const_expr(self.geometry.cluster == 1):
+        if const_expr(self.tile.cluster == 1):
             if lane == 0:
                 cute.arch.mbarrier_arrive(ctx.empty + stage)
         else:
-            if lane < self.geometry.cluster:
+            if lane < self.tile.cluster:
                 cute.arch.mbarrier_arrive(ctx.empty + stage, lane)
 
     @cute.jit
@@ -161,6 +161,9 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         block_stride: Int64,
         table_stride: Int32,
         groups: Int32,
+        heads: Int32,
+        qlen: Int32,
+        row_chunks: Int32,
         has_lse: Int32,
         cp_world: Int32,
         cp_rank: Int32,
@@ -170,9 +173,9 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         stream: cuda.CUstream,
     ):
         """Launch. Pointers are device addresses; see ``core.KvBalancedMla.decode``."""
-        geometry = self.geometry
-        stages, cluster = geometry.kv_stages, geometry.cluster
-        block_stride = cute.assume(block_stride, divby=64)
+        tile = self.tile
+        stages, cluster = tile.kv_stages, tile.cluster
+        block_stride = cute.assume(block_stride, divby=16)
         mK = cute.make_tensor(
             cache,
             cute.make_layout(
@@ -194,7 +197,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         k_layout = cute.tile_to_shape(wide, (TILE_TOKENS, LATENT, stages), (0, 1, 2))
         kr_layout = cute.tile_to_shape(narrow, (TILE_TOKENS, ROPE, stages), (0, 1, 2))
         p_layout = cute.tile_to_shape(
-            narrow, (geometry.rows_per_cta, TILE_TOKENS, geometry.p_stages), (0, 1, 2)
+            narrow, (tile.rows_per_cta, TILE_TOKENS, tile.p_stages), (0, 1, 2)
         )
         if const_expr(cluster == 2):
             load = cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -213,12 +216,12 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         class SharedStorage:
             full: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
-            p_full: cute.struct.MemRange[Int64, geometry.p_stages]
-            p_empty: cute.struct.MemRange[Int64, geometry.p_stages]
+            p_full: cute.struct.MemRange[Int64, tile.p_stages]
+            p_empty: cute.struct.MemRange[Int64, tile.p_stages]
             l_full: cute.struct.MemRange[Int64, 1]
             l_empty: cute.struct.MemRange[Int64, 1]
-            alpha: cute.struct.MemRange[Float32, 64 * geometry.p_stages]
-            flags: cute.struct.MemRange[Int32, SOFTMAX_WARPS * geometry.p_stages]
+            alpha: cute.struct.MemRange[Float32, 64 * tile.p_stages]
+            flags: cute.struct.MemRange[Int32, SOFTMAX_WARPS * tile.p_stages]
             inverse: cute.struct.MemRange[Float32, 64]
             p: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(p_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(k_layout)], 1024]
@@ -230,10 +233,10 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         self.kernel(
             k_atom, k_source, kr_atom, kr_source, k_layout, kr_layout, p_layout,
             q, mTable, lens, causal_lens, work, partials, partial_lse, out, lse,
-            block_size // TILE_TOKENS, groups, has_lse, cp_world, cp_rank, cp_interleave,
+            block_size // TILE_TOKENS, heads, qlen, row_chunks, has_lse, cp_world, cp_rank, cp_interleave,
             scale_log2, output_scale,
         ).launch(
-            grid=(groups * geometry.row_chunks * cluster, 1, 1),
+            grid=(groups * row_chunks * cluster, 1, 1),
             block=(NUM_THREADS, 1, 1),
             cluster=(cluster, 1, 1),
             smem=SharedStorage.size_in_bytes(),
@@ -261,7 +264,9 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         mOut: cute.Pointer,
         mLse: cute.Pointer,
         block_tiles: Int32,
-        groups: Int32,
+        heads: Int32,
+        qlen: Int32,
+        row_chunks: Int32,
         has_lse: Int32,
         cp_world: Int32,
         cp_rank: Int32,
@@ -269,18 +274,18 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         scale_log2: Float32,
         output_scale: Float32,
     ):
-        geometry = self.geometry
+        tile = self.tile
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warpgroup_index = cute.arch.make_warp_uniform(tid // WARPGROUP_THREADS)
         warp = cute.arch.make_warp_uniform(tid // 32)
         rank = Int32(0)
-        if const_expr(geometry.cluster == 2):
+        if const_expr(tile.cluster == 2):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        worker = block // geometry.cluster
-        group = worker // geometry.row_chunks
-        chunk = worker - group * geometry.row_chunks
-        row_base = (chunk * geometry.cluster + rank) * geometry.rows_per_cta
+        worker = block // tile.cluster
+        group = worker // row_chunks
+        chunk = worker - group * row_chunks
+        row_base = (chunk * tile.cluster + rank) * tile.rows_per_cta
 
         smem = cutlass.utils.SmemAllocator()
         storage = smem.allocate(self.shared_storage)
@@ -292,11 +297,11 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             l_full=storage.l_full.data_ptr(),
             l_empty=storage.l_empty.data_ptr(),
             sAlpha=storage.alpha.get_tensor(
-                cute.make_layout((64, geometry.p_stages), stride=(1, 64))
+                cute.make_layout((64, tile.p_stages), stride=(1, 64))
             ),
             sFlag=storage.flags.get_tensor(
                 cute.make_layout(
-                    (SOFTMAX_WARPS, geometry.p_stages), stride=(1, SOFTMAX_WARPS)
+                    (SOFTMAX_WARPS, tile.p_stages), stride=(1, SOFTMAX_WARPS)
                 )
             ),
             sInverse=storage.inverse.get_tensor(cute.make_layout(64)),
@@ -307,11 +312,11 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             k_base=Int32(storage.k.data_ptr().toint()),
         )
         if tid == 0:
-            consumers = (SOFTMAX_WARPS + OUTPUT_WARPS) * geometry.cluster
-            for i in cutlass.range_constexpr(geometry.kv_stages):
+            consumers = (SOFTMAX_WARPS + OUTPUT_WARPS) * tile.cluster
+            for i in cutlass.range_constexpr(tile.kv_stages):
                 cute.arch.mbarrier_init(ctx.full + i, 1)
                 cute.arch.mbarrier_init(ctx.empty + i, consumers)
-            for i in cutlass.range_constexpr(geometry.p_stages):
+            for i in cutlass.range_constexpr(tile.p_stages):
                 cute.arch.mbarrier_init(ctx.p_full + i, SOFTMAX_WARPS)
                 cute.arch.mbarrier_init(ctx.p_empty + i, OUTPUT_WARPS)
             cute.arch.mbarrier_init(ctx.l_full, SOFTMAX_WARPS)
@@ -321,7 +326,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
 
         # (first request, its first unit, one past the last request visited, request
         # and unit of the end boundary, lengths, global lengths, cp, group)
-        mBounds = cute.make_tensor(mWork + 4 * 0 + 2 * group, cute.make_layout(4))
+        mBounds = cute.make_tensor(mWork + 2 * group, cute.make_layout(4))
         last = mBounds[2]
         last_unit = mBounds[3]
         end = last
@@ -331,7 +336,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         causal = cute.make_tensor(mCausalLens, cute.make_layout(1 << 20))
         seg = (
             mBounds[0], mBounds[1], end, last, last_unit, lens, causal,
-            (cp_world, cp_rank, cp_interleave), group,
+            (cp_world, cp_rank, cp_interleave), group, (heads, qlen, heads * qlen),
         )
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -340,7 +345,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
                 source_r = cute.local_tile(
                     kr_source, (TILE_TOKENS, ROPE), (None, 0, None)
                 )
-                peers = cute.make_layout(geometry.cluster)
+                peers = cute.make_layout(tile.cluster)
                 dst, src = cpasync.tma_partition(
                     k_atom, rank, peers, cute.group_modes(ctx.sK, 0, 2),
                     cute.group_modes(source, 0, 2),
@@ -354,21 +359,21 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
                     block_tiles,
                 )
         elif warpgroup_index == 1:
-            if const_expr(geometry.softmax_registers > self.entry_registers):
-                cute.arch.setmaxregister_increase(geometry.softmax_registers)
+            if const_expr(tile.softmax_registers > self.entry_registers):
+                cute.arch.setmaxregister_increase(tile.softmax_registers)
             else:
-                cute.arch.setmaxregister_decrease(geometry.softmax_registers)
+                cute.arch.setmaxregister_decrease(tile.softmax_registers)
             self.softmax(
                 ctx, self.mma_pair(TILE_TOKENS), mQ, mLse, mPartLse, seg, scale_log2, has_lse, row_base,
                 tid % WARPGROUP_THREADS,
             )
         else:
-            if const_expr(geometry.output_registers > self.entry_registers):
-                cute.arch.setmaxregister_increase(geometry.output_registers)
+            if const_expr(tile.output_registers > self.entry_registers):
+                cute.arch.setmaxregister_increase(tile.output_registers)
             else:
-                cute.arch.setmaxregister_decrease(geometry.output_registers)
+                cute.arch.setmaxregister_decrease(tile.output_registers)
             self.output(
-                ctx, self.mma_pair(geometry.rows_per_cta // geometry.n_split), mOut, mPart, seg, output_scale, row_base, warpgroup_index - 2,
+                ctx, self.mma_pair(tile.rows_per_cta // tile.n_split), mOut, mPart, seg, output_scale, row_base, warpgroup_index - 2,
                 tid % WARPGROUP_THREADS,
             )
         # No block may leave while its peer can still write or arrive here.
@@ -377,7 +382,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
     @cute.jit
     def sync_cluster(self):
         """Barrier over the cluster (over the block when it stands alone)."""
-        if const_expr(self.geometry.cluster == 2):
+        if const_expr(self.tile.cluster == 2):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:

@@ -83,7 +83,7 @@ class OutputRole:
         V's first fragment is in ``tA`` already; the KV stages are released here.
         """
         tAw = cute.recast_tensor(tA, Uint32)
-        split = self.geometry.n_split
+        split = self.tile.n_split
         size = cute.size(tTmp)
         for m in cutlass.range_constexpr(OUTPUT_M_TILES):
             for q in cutlass.range_constexpr(split):
@@ -113,7 +113,7 @@ class OutputRole:
     ):
         """One tile with rescaled accumulators and V masked at ``valid`` tokens."""
         tAw = cute.recast_tensor(tA, Uint32)
-        split = self.geometry.n_split
+        split = self.tile.n_split
         size = cute.size(tTmp)
         blocks = size // 4
         for m in cutlass.range_constexpr(OUTPUT_M_TILES):
@@ -143,7 +143,7 @@ class OutputRole:
     @cute.jit
     def write_output(
         self, ctx: cutlass.Constexpr, tAcc: cutlass.Constexpr, mOut, mPart, request,
-        slot, row_base, column, output_scale, lane,
+        total_rows, slot, row_base, column, output_scale, lane,
     ):
         """Store this thread's output: bf16 result, or fp32 partial for the combine.
 
@@ -152,8 +152,7 @@ class OutputRole:
             mPart: fp32 partials ``[slots, rows, 512]``, normalised.
             column: First latent column of this thread, even.
         """
-        total_rows = self.geometry.rows
-        tile_rows = self.geometry.rows_per_cta
+        tile_rows = self.tile.rows_per_cta
         for b in cutlass.range_constexpr(tile_rows // 8):
             for j in cutlass.range_constexpr(2):
                 local_row = b * 8 + 2 * (lane % 4) + j
@@ -195,8 +194,8 @@ class OutputRole:
         """
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        rows = self.geometry.rows_per_cta
-        split = self.geometry.n_split
+        rows = self.tile.rows_per_cta
+        split = self.tile.n_split
         thr = pv[0].get_slice(tid)
         tA = thr.make_fragment_A(thr.partition_shape_A((64, UNIT_TOKENS)))
         tAw = cute.recast_tensor(tA, Uint32)
@@ -208,7 +207,7 @@ class OutputRole:
             thr.make_fragment_B(
                 thr.partition_B(
                     cute.local_tile(
-                        ctx.sP, (rows // split, TILE_TOKENS, self.geometry.p_stages),
+                        ctx.sP, (rows // split, TILE_TOKENS, self.tile.p_stages),
                         (q, 0, 0),
                     )
                 )
@@ -232,10 +231,10 @@ class OutputRole:
             for unit in cutlass.range(unit_begin, unit_end, unroll=1):
                 stage0 = stage
                 cute.arch.mbarrier_wait(ctx.full + stage, phase)
-                stage, phase = self.advance(stage, phase, self.geometry.kv_stages)
+                stage, phase = self.advance(stage, phase, self.tile.kv_stages)
                 stage1 = stage
                 cute.arch.mbarrier_wait(ctx.full + stage, phase)
-                stage, phase = self.advance(stage, phase, self.geometry.kv_stages)
+                stage, phase = self.advance(stage, phase, self.tile.kv_stages)
                 slots = (
                     ctx.k_base + stage0 * LATENT_STAGE_BYTES,
                     ctx.k_base + stage1 * LATENT_STAGE_BYTES,
@@ -266,13 +265,13 @@ class OutputRole:
                     for i in cutlass.range_constexpr(UNIT_TILES):
                         cute.arch.mbarrier_arrive(ctx.p_empty + (p_stage + i))
                 p_stage = p_stage + UNIT_TILES
-                if p_stage == self.geometry.p_stages:
+                if p_stage == self.tile.p_stages:
                     p_stage = Int32(0)
                     p_phase = p_phase ^ 1
             cute.arch.mbarrier_wait(ctx.l_full, l_phase)
             l_phase = l_phase ^ 1
             self.write_output(
-                ctx, tAcc, mOut, mPart, request, slot, row_base, column, output_scale,
+                ctx, tAcc, mOut, mPart, request, seg[9][2], slot, row_base, column, output_scale,
                 lane,
             )
             cute.arch.sync_warp()

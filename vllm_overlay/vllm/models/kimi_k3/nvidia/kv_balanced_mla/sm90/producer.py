@@ -69,9 +69,9 @@ class ProducerRole:
                     full = ctx.full + stage
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(
-                            full, self.geometry.kv_stage_bytes
+                            full, self.tile.kv_stage_bytes
                         )
-                    if const_expr(self.geometry.cluster == 2):
+                    if const_expr(self.tile.cluster == 2):
                         mask = cutlass.Int16(3)
                         cute.copy(
                             atom_n, src_n[(None, tile_slot, tile_page)],
@@ -92,6 +92,6 @@ class ProducerRole:
                             atom_r, src_r[(None, tile_slot, tile_page)],
                             dst_r[(None, stage)], tma_bar_ptr=full, cache_policy=policy,
                         )
-                    stage, phase = self.advance(stage, phase, self.geometry.kv_stages)
+                    stage, phase = self.advance(stage, phase, self.tile.kv_stages)
                 page = next_page
                 slot = next_slot

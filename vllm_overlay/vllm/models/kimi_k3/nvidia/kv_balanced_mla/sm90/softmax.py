@@ -143,7 +143,7 @@ class SoftmaxRole:
     def publish(self, ctx: cutlass.Constexpr, tWord, tAlpha, moved, p_stage, p_phase, where):
         """Hand one tile's P, rescale flag and factors to the output warpgroups."""
         warp, lane, p_address = where
-        rows = self.geometry.rows_per_cta
+        rows = self.tile.rows_per_cta
         cute.arch.mbarrier_wait(ctx.p_empty + p_stage, p_phase)
         any_moved = cute.arch.vote_any_sync(moved != 0)
         if any_moved:
@@ -160,7 +160,7 @@ class SoftmaxRole:
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(ctx.p_full + p_stage)
-        return self.advance(p_stage, p_phase, self.geometry.p_stages)
+        return self.advance(p_stage, p_phase, self.tile.p_stages)
 
     @cute.jit
     def row_is_low(self, tSum):
@@ -236,7 +236,7 @@ class SoftmaxRole:
         for i in cutlass.range_constexpr(tiles):
             tS = frags[i % 2]
             done = stage
-            stage, phase = self.advance(stage, phase, self.geometry.kv_stages)
+            stage, phase = self.advance(stage, phase, self.tile.kv_stages)
             if const_expr(i + 1 < tiles):
                 tNext = frags[(i + 1) % 2]
                 cute.arch.mbarrier_wait(ctx.full + stage, phase)
@@ -270,7 +270,7 @@ class SoftmaxRole:
             self.issue_qk(ctx, qk, tS, tQ, tK, tKr, stage, 0, K_STEPS)
             warpgroup.wait_group(0)
             self.release_kv(ctx, stage)
-            stage, phase = self.advance(stage, phase, self.geometry.kv_stages)
+            stage, phase = self.advance(stage, phase, self.tile.kv_stages)
             if const_expr(masked):
                 p_stage, p_phase = self.masked_tile(
                     ctx, tS, tState, tBound, token0 + i * TILE_TOKENS, scale,
@@ -292,8 +292,8 @@ class SoftmaxRole:
         """
         bound = length
         if const_expr(self.causal):
-            token = row // self.geometry.heads
-            seen = seg[6][request] - self.geometry.qlen + 1 + token
+            token = row // seg[9][0]
+            seen = seg[6][request] - seg[9][1] + 1 + token
             world, rank, interleave = seg[7]
             seen = cutlass.max(seen, 0)
             cycle = world * interleave
@@ -313,7 +313,7 @@ class SoftmaxRole:
         Args:
             row_base: First row of this block within a request.
         """
-        total_rows = self.geometry.rows
+        total_rows = seg[9][2]
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         thr = qk[0].get_slice(tid)
@@ -323,7 +323,7 @@ class SoftmaxRole:
         tKr = thr.make_fragment_B(thr.partition_B(ctx.sKr))
         tA = thr.make_fragment_C(thr.partition_shape_C((64, TILE_TOKENS)))
         tB = tA
-        if const_expr(self.geometry.interleaved):
+        if const_expr(self.tile.interleaved):
             tB = thr.make_fragment_C(thr.partition_shape_C((64, TILE_TOKENS)))
         tState = cute.make_rmem_tensor((4,), Float32)
         tBound = cute.make_rmem_tensor((2,), Int32)
@@ -366,7 +366,7 @@ class SoftmaxRole:
             tState[3] = Float32(0.0)
             first = unit
             while unit < unit_end:
-                if const_expr(self.geometry.interleaved):
+                if const_expr(self.tile.interleaved):
                     if (unit > first) & (unit + GROUP_UNITS <= free_end):
                         stage, phase, p_stage, p_phase = self.fast_group(
                             ctx, qk, tA, tB, tQ, tK, tKr, tState, scale,
@@ -409,7 +409,7 @@ class SoftmaxRole:
                 row = row0 + 8 * i
                 if lane % 4 == 0:
                     ctx.sInverse[local_row + 8 * i] = inverse
-                    if (row < total_rows) & (local_row + 8 * i < self.geometry.rows_per_cta):
+                    if (row < total_rows) & (local_row + 8 * i < self.tile.rows_per_cta):
                         if slot >= 0:
                             mPartLse[slot * total_rows + row] = lse
                         elif has_lse != 0:

@@ -52,7 +52,8 @@ def command(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     words = shlex.split(line)
     first = words.index("vllm")
     env = dict(os.environ, HF_HUB_OFFLINE="1")
-    env.update(word.split("=", 1) for word in words[:first])
+    for word in words[:first]:
+        name, _, env[name] = word.partition("=")
     model = words[first + 2]
     subprocess.run(
         [sys.executable, HERE / "tiny_k3.py", "--write-only", "--dir", model],

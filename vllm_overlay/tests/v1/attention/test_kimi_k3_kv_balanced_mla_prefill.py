@@ -10,6 +10,7 @@ context comes back multiplied by it.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -236,16 +237,13 @@ class Projection(torch.nn.Module):
 class Layer:
     """The attention half of the layer: its real methods on the attributes they read."""
 
-    for _name in (
-        "_attention",
-        "_attn_read_kv_cache",
-        "_compute_prefill_context",
-        "_decode_concat_cache",
-        "_forward_prefill_fused",
-        "_gather_context_latent",
-        "_v_up_proj",
-    ):
-        locals()[_name] = getattr(MultiHeadLatentAttention, _name)
+    _attention: Any = MultiHeadLatentAttention._attention
+    _attn_read_kv_cache = MultiHeadLatentAttention._attn_read_kv_cache
+    _compute_prefill_context = MultiHeadLatentAttention._compute_prefill_context
+    _decode_concat_cache = MultiHeadLatentAttention._decode_concat_cache
+    _forward_prefill_fused = MultiHeadLatentAttention._forward_prefill_fused
+    _gather_context_latent = MultiHeadLatentAttention._gather_context_latent
+    _v_up_proj = MultiHeadLatentAttention._v_up_proj
 
     def __init__(self, impl, cache, cache_dtype, q_scale, k_scale, rope):
         self.layer_name = "layer"
@@ -265,8 +263,8 @@ class Layer:
         self._k_scale_inv = self._k_scale.reciprocal().reshape(1)
         self._one_scale = torch.ones(1)
         angles = torch.arange(1024)[:, None] * 10.0 ** (-torch.arange(ROPE // 2) / 8)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        self.rotary_emb = SimpleNamespace(cos_sin_cache=table) if rope else None
+        self.table = torch.cat((angles.cos(), angles.sin()), dim=-1) if rope else None
+        self.rotary_emb = SimpleNamespace(cos_sin_cache=self.table) if rope else None
 
 
 class Batch:
@@ -417,8 +415,8 @@ def run_layer(monkeypatch, batch, *, cache_dtype, rope, scales=(1.0, 1.0)):
     impl = utils.make_impl(config) if fp8 else None
     dtype = torch.uint8 if fp8 else torch.bfloat16
     cache = torch.zeros(batch.pages, BLOCK, LATENT + ROPE, dtype=dtype)
-    layer = Layer(impl, cache, cache_dtype, *scales, rope)
-    table = layer.rotary_emb.cos_sin_cache if rope else None
+    layer = Layer(impl, cache, cache_dtype, scales[0], scales[1], rope)
+    table = layer.table
     view = cache.view(utils.FP8) if fp8 else cache
     for r, (context, _) in enumerate(batch.requests):
         positions = torch.arange(context)
@@ -452,7 +450,7 @@ def exact(batch, layer, scales, fp8):
     them; a prefill's own tokens are seen in bf16.
     """
     weight = layer.kv_b_proj.weight.float().view(HEADS, NOPE + V, LATENT)
-    table = layer.rotary_emb.cos_sin_cache if layer.rotary_emb else None
+    table = layer.table
     outs, token = [], 0
     for r, (context, new) in enumerate(batch.requests):
         total = context + new
@@ -510,7 +508,7 @@ def test_fp8_cache_with_bf16_prefill_query(monkeypatch, name, scales, rope):
         kinds = set(metadata.prefill.prefill_backend.dtypes)
         assert kinds == {(torch.bfloat16, torch.bfloat16, torch.bfloat16)}
     # The new tokens' rows in the cache, bit for bit.
-    table = layer.rotary_emb.cos_sin_cache if rope else None
+    table = layer.table
     pe = rotate(batch.new(batch.rope), batch.positions if rope else None, table)
     rows = torch.cat((batch.new(batch.latent).float(), pe), dim=-1)
     stored = cache[batch.slots // BLOCK, batch.slots % BLOCK]

@@ -17,6 +17,7 @@ with 1 if a run failed or a limit was passed.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import random
@@ -112,7 +113,9 @@ def engine_options(name: str, args: argparse.Namespace) -> dict:
         max_model_len=8192,
         max_num_seqs=16,
         max_num_batched_tokens=1024,
-        gpu_memory_utilization=args.memory,
+        # A fixed size: engines that share the GPU can't measure what is free.
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=int(args.kv_gib * 2**30),
         enable_prefix_caching=False,
         enable_chunked_prefill=True,
     )
@@ -306,6 +309,32 @@ def report(out: Path, names: list[str], limit: float) -> int:
     return 1 if bad else 0
 
 
+def run_one(name: str, out: Path, timeout: float, env: dict[str, str]) -> None:
+    """Run one engine in a process of its own; its output goes to a log."""
+    log_path = out / f"{name}.log"
+    say(f"{name}: starting (log: {log_path})")
+    (out / f"{name}.json").unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--child", name, *sys.argv[1:]]
+    code: int | str
+    with log_path.open("w") as log:
+        try:
+            code = subprocess.run(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                timeout=timeout,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"time limit of {timeout:.0f} s"
+    say(f"{name}: ended with {code}")
+    if code:
+        lines = log_path.read_text(errors="replace").splitlines()
+        errors = [i for i, line in enumerate(lines) if "Error" in line]
+        first = max(errors[0] - 12, 0) if errors else len(lines) - 25
+        print("\n".join("    " + line for line in lines[first:][:40]), flush=True)
+
+
 def main() -> int:
     """Run the chosen engines one after another and compare them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -317,7 +346,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=16, help="forced steps")
     parser.add_argument("--greedy", type=int, default=16, help="greedy tokens")
     parser.add_argument("--seed", type=int, default=1, help="weights")
-    parser.add_argument("--memory", type=float, default=0.3, help="GPU memory share")
+    parser.add_argument("--kv-gib", type=float, default=4, help="KV cache, GiB")
+    parser.add_argument("--parallel", type=int, default=1, help="engines at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a run")
     parser.add_argument("--limit", type=float, default=0.5, help="decode mean, nats")
     parser.add_argument("--report", action="store_true", help="compare only")
@@ -337,25 +367,9 @@ def main() -> int:
     # In-process engines: the seeded weights and the plan counters live there.
     env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    for name in [] if args.report else names:
-        say(f"{name}: starting (log: {out / name}.log)")
-        (out / f"{name}.json").unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--child", name, *sys.argv[1:]]
-        with (out / f"{name}.log").open("w") as log:
-            try:
-                code: int | str = subprocess.run(
-                    command,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                    timeout=args.timeout,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = f"time limit of {args.timeout:.0f} s"
-        say(f"{name}: ended with {code}")
-        if code:
-            tail = (out / f"{name}.log").read_text(errors="replace").splitlines()
-            print("\n".join("    " + line for line in tail[-25:]), flush=True)
+    if not args.report:
+        with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
+            list(pool.map(lambda name: run_one(name, out, args.timeout, env), names))
     return report(out, names, args.limit)
 
 

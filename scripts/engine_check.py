@@ -31,6 +31,7 @@ import engine_models  # noqa: E402
 
 OURS = "KIMI_K3_KV_BALANCED_MLA"
 PROMPT_TOKENS = (5, 100, 1000, 3000, 64, 65, 17, 1, 640, 129, 2048, 333)
+DRAFT_LAYERS = 2
 START = time.time()
 
 # name -> engine options; `ours` runs also report their plans.
@@ -124,7 +125,7 @@ def engine_options(name: str, args: argparse.Namespace) -> dict:
     else:
         draft = engine_models.write_model(
             work / f"draft-{args.layers}-{args.heads}",
-            engine_models.draft_config(2, args.heads, args.layers),
+            engine_models.draft_config(DRAFT_LAYERS, args.heads, args.layers),
         )
         options["speculative_config"] = dict(
             method="dspark", model=str(draft), num_speculative_tokens=7, **dspark
@@ -205,6 +206,8 @@ def run_child(name: str, args: argparse.Namespace) -> None:
         for old, new in zip(before, plan_counts(), strict=True):
             new["planned"] -= old["planned"]
             new["reused"] -= old["reused"]
+            # Lane 0 has the target's MLA layers, lane 1 the draft's.
+            new["layers"] = DRAFT_LAYERS if new["slot"] else args.layers // 2
             result.setdefault("plans", []).append(new)
     (Path(args.out) / f"{name}.json").write_text(json.dumps(result))
     say(f"{name}: done")
@@ -280,6 +283,12 @@ def report(out: Path, names: list[str], limit: float) -> int:
             f"{name:<24}{run['start_seconds']:>7}{run.get('forced_seconds', '-'):>10}"
             f"{run['greedy_seconds']:>10}  {plans}"
         )
+        bad += [
+            f"{name}: {p['planned']} plans and {p['reused']} uses of one again, not "
+            f"one plan for {p['layers']} layers"
+            for p in run.get("plans", [])
+            if p["reused"] != p["planned"] * (p["layers"] - 1)
+        ]
     if "ref-bf16" in runs:
         width = spread(runs["ref-bf16"])
         print(f"\nspread of the reference's log-probabilities: {width:.2f}")
@@ -348,7 +357,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="weights")
     parser.add_argument("--kv-gib", type=float, default=4, help="KV cache, GiB")
     parser.add_argument("--parallel", type=int, default=1, help="engines at a time")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds a run")
+    parser.add_argument("--timeout", type=float, default=420, help="seconds a run")
     parser.add_argument("--limit", type=float, default=0.5, help="decode mean, nats")
     parser.add_argument("--report", action="store_true", help="compare only")
     parser.add_argument("--child", help=argparse.SUPPRESS)

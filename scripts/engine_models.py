@@ -11,6 +11,7 @@ every engine, and the logits are spread like a trained model's.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -101,7 +102,10 @@ def draft_config(layers: int = 2, heads: int = 12, target_layers: int = 4) -> di
 def write_model(folder: Path, config: dict) -> Path:
     """Write `config.json` into `folder` (made if missing) and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    # Renamed into place: several processes may write and read it at once.
+    part = folder / f"config.json.{os.getpid()}"
+    part.write_text(json.dumps(config, indent=1))
+    part.replace(folder / "config.json")
     return folder
 
 

@@ -281,11 +281,12 @@ def test_other_lengths_or_another_kernel_in_one_forward_plan_again(core):
     config = utils.make_config(speculative=7)
     impl = utils.make_impl(config)
     cache, table = utils.make_cache([200])
+    shared = torch.tensor([100], dtype=torch.int32)
     cases = [
         utils.make_metadata([200], 8, table),
-        utils.make_metadata([100], 8, table),
-        utils.make_metadata([100], 8, table, causal=False),
-        utils.make_metadata([100], 1, table),
+        utils.make_metadata([100], 8, table, seq_lens=shared),
+        utils.make_metadata([100], 8, table, seq_lens=shared, causal=False),
+        utils.make_metadata([100], 1, table, seq_lens=shared),
         utils.make_metadata([200], 8, table),
     ]
     with utils.forward(config):

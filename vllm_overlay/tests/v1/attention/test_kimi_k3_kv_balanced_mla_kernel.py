@@ -45,9 +45,9 @@ DEVICE = "cuda"
 # and less the more keys share the weight.
 MAX_ERROR = 0.03
 MAX_GAIN = 0.002
-# Hopper's FP8 products keep 13 bits while they sum a score: an error that grows with
+# Hopper keeps 13 bits while it sums a score in 18 steps: an error that grows with
 # the largest score s of a row, as a multiple of 1 + |s|.
-MAX_LSE_ERROR = 2**-10
+MAX_LSE_ERROR = 18 * 2**-13
 LENGTHS = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 127, 128, 129, 191, 500, 1023, 1024, 1025]
 
 

@@ -77,6 +77,11 @@ class DecodeTile:
         return min(left // 8 * 8, MAX_SOFTMAX_REGISTERS)
 
     @property
+    def p_units(self) -> int:
+        """Units whose probabilities fit the buffers at once."""
+        return self.p_stages // UNIT_TILES
+
+    @property
     def n_split(self) -> int:
         """Column groups of the fp32 promotion: 2 halves the temporary at 64 rows."""
         return 2 if self.rows_per_cta == 64 else 1

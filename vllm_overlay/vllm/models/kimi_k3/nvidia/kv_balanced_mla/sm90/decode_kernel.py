@@ -19,7 +19,7 @@ Roles (512 threads): warp 0 producer, warps 4-7 softmax, warps 8-11 and 12-15 ou
     barrier   arrivals            from -> to
     full      1 + bytes           TMA -> softmax, output (one a KV stage)
     empty     12 x cluster        softmax, output warps of both blocks -> producer
-    p_full    4                   softmax warps -> output (one a P buffer)
+    p_full    4                   softmax warps -> output (one a unit's P)
     p_empty   8                   output warps -> softmax
     l_full    4                   softmax warps -> output: 1 / row sum, a segment
     l_empty   8                   output warps -> softmax
@@ -45,6 +45,7 @@ from ..config import (
     PRODUCER_REGISTERS,
     ROPE,
     TILE_TOKENS,
+    UNIT_TILES,
     UNIT_TOKENS,
     WARPGROUP_THREADS,
     DecodeTile,
@@ -76,6 +77,7 @@ class SharedMemory:
     sKr: Any
     p_base: Any
     k_base: Any
+    flag_base: Any
 
 
 class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
@@ -216,12 +218,14 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         class SharedStorage:
             full: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
-            p_full: cute.struct.MemRange[Int64, tile.p_stages]
-            p_empty: cute.struct.MemRange[Int64, tile.p_stages]
+            p_full: cute.struct.MemRange[Int64, tile.p_units]
+            p_empty: cute.struct.MemRange[Int64, tile.p_units]
             l_full: cute.struct.MemRange[Int64, 1]
             l_empty: cute.struct.MemRange[Int64, 1]
             alpha: cute.struct.MemRange[Float32, 64 * tile.p_stages]
-            flags: cute.struct.MemRange[Int32, SOFTMAX_WARPS * tile.p_stages]
+            flags: cute.struct.Align[
+                cute.struct.MemRange[Int32, SOFTMAX_WARPS * tile.p_units], 16
+            ]
             inverse: cute.struct.MemRange[Float32, 64]
             p: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(p_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(k_layout)], 1024]
@@ -297,11 +301,11 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             l_full=storage.l_full.data_ptr(),
             l_empty=storage.l_empty.data_ptr(),
             sAlpha=storage.alpha.get_tensor(
-                cute.make_layout((64, tile.p_stages), stride=(1, 64))
+                cute.make_layout((64, UNIT_TILES, tile.p_units))
             ),
             sFlag=storage.flags.get_tensor(
                 cute.make_layout(
-                    (SOFTMAX_WARPS, tile.p_stages), stride=(1, SOFTMAX_WARPS)
+                    (SOFTMAX_WARPS, tile.p_units), stride=(1, SOFTMAX_WARPS)
                 )
             ),
             sInverse=storage.inverse.get_tensor(cute.make_layout(64)),
@@ -310,13 +314,14 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             sKr=storage.kr.get_tensor(kr_layout.outer, swizzle=kr_layout.inner),
             p_base=Int32(storage.p.data_ptr().toint()),
             k_base=Int32(storage.k.data_ptr().toint()),
+            flag_base=Int32(storage.flags.data_ptr().toint()),
         )
         if tid == 0:
             consumers = (SOFTMAX_WARPS + OUTPUT_WARPS) * tile.cluster
             for i in cutlass.range_constexpr(tile.kv_stages):
                 cute.arch.mbarrier_init(ctx.full + i, 1)
                 cute.arch.mbarrier_init(ctx.empty + i, consumers)
-            for i in cutlass.range_constexpr(tile.p_stages):
+            for i in cutlass.range_constexpr(tile.p_units):
                 cute.arch.mbarrier_init(ctx.p_full + i, SOFTMAX_WARPS)
                 cute.arch.mbarrier_init(ctx.p_empty + i, OUTPUT_WARPS)
             cute.arch.mbarrier_init(ctx.l_full, SOFTMAX_WARPS)

@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import LATENT, OUTPUT_M_TILES, TILE_TOKENS, UNIT_TILES, UNIT_TOKENS
-from .ptx import ldmatrix_x4_trans, pack_bf16x2
+from .ptx import ldmatrix_x4_trans, or_of_four, pack_bf16x2
 
 TILE_K_STEPS = TILE_TOKENS // 32
 UNIT_K_STEPS = UNIT_TOKENS // 32
@@ -76,7 +76,7 @@ class OutputRole:
     @cute.jit
     def fast_unit(
         self, ctx: cutlass.Constexpr, pv: cutlass.Constexpr, tAcc: cutlass.Constexpr, tTmp,
-        tA, tP: cutlass.Constexpr, slots, stages, p_stage, offsets, half,
+        tA, tP: cutlass.Constexpr, slots, stages, p_unit, offsets, half,
     ):
         """A whole unit: four k steps into a temporary, then one fp32 add.
 
@@ -92,7 +92,10 @@ class OutputRole:
                     mma = pv[0] if const_expr(k == 0) else pv[1]
                     cute.gemm(
                         mma, tTmp, tA[None, None, k],
-                        tP[q][None, None, k % TILE_K_STEPS, p_stage + k // TILE_K_STEPS],
+                        tP[q][
+                            None, None, k % TILE_K_STEPS,
+                            UNIT_TILES * p_unit + k // TILE_K_STEPS,
+                        ],
                         tTmp,
                     )
                 warpgroup.commit_group()
@@ -108,7 +111,7 @@ class OutputRole:
     @cute.jit
     def slow_tile(
         self, ctx: cutlass.Constexpr, pv: cutlass.Constexpr, tAcc: cutlass.Constexpr, tTmp,
-        tA, tP: cutlass.Constexpr, slots, tile: cutlass.Constexpr, p_stage, valid,
+        tA, tP: cutlass.Constexpr, slots, tile: cutlass.Constexpr, p_unit, valid,
         offsets, half, lane,
     ):
         """One tile with rescaled accumulators and V masked at ``valid`` tokens."""
@@ -124,17 +127,18 @@ class OutputRole:
                 for k in cutlass.range_constexpr(TILE_K_STEPS):
                     mma = pv[0] if const_expr(k == 0) else pv[1]
                     cute.gemm(
-                        mma, tTmp, tA[None, None, k], tP[q][None, None, k, p_stage], tTmp
+                        mma, tTmp, tA[None, None, k],
+                        tP[q][None, None, k, UNIT_TILES * p_unit + tile], tTmp,
                     )
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 for b in cutlass.range_constexpr(blocks):
                     block = q * blocks + b
-                    moved = ctx.sFlag[block // 2, p_stage]
+                    moved = (ctx.sFlag[block // 2, p_unit] >> tile) & 1
                     for j in cutlass.range_constexpr(2):
                         alpha = Float32(1.0)
                         if moved != 0:
-                            alpha = ctx.sAlpha[block * 8 + 2 * (lane % 4) + j, p_stage]
+                            alpha = ctx.sAlpha[block * 8 + 2 * (lane % 4) + j, tile, p_unit]
                         for h in cutlass.range_constexpr(2):
                             i = 4 * b + 2 * h + j
                             acc = tAcc[m][q * size + i]
@@ -221,7 +225,7 @@ class OutputRole:
 
         stage = Int32(0)
         phase = Int32(0)
-        p_stage = Int32(0)
+        p_unit = Int32(0)
         p_phase = Int32(0)
         l_phase = Int32(0)
         for request in cutlass.range(seg[0], seg[2], unroll=1):
@@ -240,21 +244,19 @@ class OutputRole:
                     ctx.k_base + stage1 * LATENT_STAGE_BYTES,
                 )
                 self.load_v(tAw, slots, 0, offsets, half, 0, UNIT_TILES)
-                moved = Int32(0)
-                for i in cutlass.range_constexpr(UNIT_TILES):
-                    cute.arch.mbarrier_wait(ctx.p_full + (p_stage + i), p_phase)
-                    for w in cutlass.range_constexpr((rows + 15) // 16):
-                        moved = moved | ctx.sFlag[w, p_stage + i]
-                moved = cute.arch.make_warp_uniform(moved)
+                cute.arch.mbarrier_wait(ctx.p_full + p_unit, p_phase)
+                moved = cute.arch.make_warp_uniform(
+                    or_of_four(ctx.flag_base + p_unit * 16)
+                )
                 if (moved == 0) & ((unit + 1) * UNIT_TOKENS <= length):
                     self.fast_unit(
-                        ctx, pv, tAcc, tTmp, tA, tP, slots, (stage0, stage1), p_stage,
+                        ctx, pv, tAcc, tTmp, tA, tP, slots, (stage0, stage1), p_unit,
                         offsets, half,
                     )
                 else:
                     for i in cutlass.range_constexpr(UNIT_TILES):
                         self.slow_tile(
-                            ctx, pv, tAcc, tTmp, tA, tP, slots, i, p_stage + i,
+                            ctx, pv, tAcc, tTmp, tA, tP, slots, i, p_unit,
                             length - unit * UNIT_TOKENS - i * TILE_TOKENS,
                             offsets, half, lane,
                         )
@@ -262,12 +264,8 @@ class OutputRole:
                     self.release_kv(ctx, stage1)
                 cute.arch.sync_warp()
                 if lane == 0:
-                    for i in cutlass.range_constexpr(UNIT_TILES):
-                        cute.arch.mbarrier_arrive(ctx.p_empty + (p_stage + i))
-                p_stage = p_stage + UNIT_TILES
-                if p_stage == self.tile.p_stages:
-                    p_stage = Int32(0)
-                    p_phase = p_phase ^ 1
+                    cute.arch.mbarrier_arrive(ctx.p_empty + p_unit)
+                p_unit, p_phase = self.advance(p_unit, p_phase, self.tile.p_units)
             cute.arch.mbarrier_wait(ctx.l_full, l_phase)
             l_phase = l_phase ^ 1
             self.write_output(

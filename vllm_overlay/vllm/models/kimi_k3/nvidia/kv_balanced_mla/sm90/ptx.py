@@ -70,3 +70,14 @@ def fma(a: Float32, b: Float32, c: Float32):
         write_only_types=[Float32],
         read_only_args=[a, b, c],
     )
+
+
+@cute.jit
+def or_of_four(address: Int32):
+    """Bitwise or of four 32-bit words in shared memory, 16-byte aligned."""
+    a, b, c, d = cute.arch.inline_ptx(
+        "ld.shared.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+    return (a | b) | (c | d)

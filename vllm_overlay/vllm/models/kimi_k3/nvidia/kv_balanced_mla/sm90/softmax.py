@@ -140,96 +140,140 @@ class SoftmaxRole:
         return moved
 
     @cute.jit
-    def publish(self, ctx: cutlass.Constexpr, tWord, tAlpha, moved, p_stage, p_phase, where):
-        """Hand one tile's P, rescale flag and factors to the output warpgroups."""
-        warp, lane, p_address = where
+    def store_p(self, ctx: cutlass.Constexpr, tWord, p_unit, where, i: cutlass.Constexpr):
+        """Store tile ``i`` of a unit's P."""
+        warp, _, p_address = where
         rows = self.tile.rows_per_cta
-        cute.arch.mbarrier_wait(ctx.p_empty + p_stage, p_phase)
-        any_moved = cute.arch.vote_any_sync(moved != 0)
-        if any_moved:
-            if lane % 4 == 0:
-                ctx.sAlpha[warp * 16 + lane // 4, p_stage] = tAlpha[0]
-                ctx.sAlpha[warp * 16 + lane // 4 + 8, p_stage] = tAlpha[1]
-        if lane == 0:
-            ctx.sFlag[warp, p_stage] = Int32(any_moved)
         if warp * 16 < rows:
-            address = p_address + p_stage * (rows * TILE_TOKENS)
+            address = p_address + (UNIT_TILES * p_unit + i) * (rows * TILE_TOKENS)
             stmatrix_x4(address, tWord[0], tWord[1], tWord[2], tWord[3])
             stmatrix_x4(address ^ 32, tWord[4], tWord[5], tWord[6], tWord[7])
+
+    @cute.jit
+    def store_alpha(
+        self, ctx: cutlass.Constexpr, tAlpha, moved, p_unit, where, i: cutlass.Constexpr
+    ):
+        """Store the rescale factors of tile ``i`` if a row of this warp moved.
+
+        Returns:
+            The tile's bit of the warp's flag: ``1 << i`` if a row moved, else 0.
+
+        """
+        warp, lane, _ = where
+        bit = Int32(0)
+        if cute.arch.vote_any_sync(moved != 0):
+            bit = Int32(1 << i)
+            if lane % 4 == 0:
+                row = warp * 16 + lane // 4
+                ctx.sAlpha[row, i, p_unit] = tAlpha[0]
+                ctx.sAlpha[row + 8, i, p_unit] = tAlpha[1]
+        return bit
+
+    @cute.jit
+    def publish(self, ctx: cutlass.Constexpr, flag, p_unit, p_phase, where):
+        """Hand a unit's P, flag and factors to the output warpgroups."""
+        warp, lane, _ = where
+        if lane == 0:
+            ctx.sFlag[warp, p_unit] = flag
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(ctx.p_full + p_stage)
-        return self.advance(p_stage, p_phase, self.tile.p_stages)
+            cute.arch.mbarrier_arrive(ctx.p_full + p_unit)
+        return self.advance(p_unit, p_phase, self.tile.p_units)
 
     @cute.jit
     def row_is_low(self, tSum):
-        """True in some lane's row when all its four threads have tiny sums."""
-        low0 = cute.arch.vote_ballot_sync(tSum[0] >= LOW_SUM)
-        low1 = cute.arch.vote_ballot_sync(tSum[1] >= LOW_SUM)
-        quads0 = (low0 | (low0 >> 1)) & 0x33333333
-        quads1 = (low1 | (low1 >> 1)) & 0x33333333
-        quads0 = (quads0 | (quads0 >> 2)) & 0x11111111
-        quads1 = (quads1 | (quads1 >> 2)) & 0x11111111
-        return (quads0 & quads1) != 0x11111111
+        """1 if some row of the warp has tiny sums in all its four threads, else 0."""
+        seen0 = cute.arch.vote_ballot_sync(tSum[0] >= LOW_SUM)
+        seen1 = cute.arch.vote_ballot_sync(tSum[1] >= LOW_SUM)
+        seen0 = (seen0 | (seen0 >> 1)) & 0x33333333
+        seen1 = (seen1 | (seen1 >> 1)) & 0x33333333
+        seen = (seen0 | (seen0 >> 2)) & (seen1 | (seen1 >> 2)) & 0x11111111
+        return Int32(seen != 0x11111111)
 
     @cute.jit
     def softmax_tile(
-        self, ctx: cutlass.Constexpr, tS, tState, scale, p_stage, p_phase, where,
-        nxt: cutlass.Constexpr,
+        self, ctx: cutlass.Constexpr, tS, tState, tLow, scale, flag, p_unit, p_phase,
+        where, i: cutlass.Constexpr, nxt: cutlass.Constexpr,
     ):
-        """Softmax of a tile without masked keys; ``nxt`` issues the next Q K^T."""
+        """Softmax of tile ``i`` of a unit without masked keys.
+
+        ``nxt(group)`` issues a piece of the next Q K^T. The reference moves at once
+        when P overflows e4m3, and from the next unit on (``tLow``) when it is low.
+
+        Returns:
+            The unit's flag, P buffer and its phase for the next tile.
+
+        """
         tSum = cute.make_rmem_tensor((2,), Float32)
         tWord = cute.make_rmem_tensor((8,), Uint32)
-        tAlpha = cute.make_rmem_tensor((2,), Float32)
-        moved = Int32(0)
         tSum.fill(0.0)
-        tAlpha.fill(1.0)
         for group in cutlass.range_constexpr(4):
             if const_expr(nxt is not None and group > 0):
                 nxt(group)
             self.exponentials(tS, tState, tSum, tWord, scale, group)
-        high = (tSum[0] > SUM_LIMIT) | (tSum[1] > SUM_LIMIT)
-        if cute.arch.vote_any_sync(high) | self.row_is_low(tSum):
+        high = cute.arch.vote_any_sync((tSum[0] > SUM_LIMIT) | (tSum[1] > SUM_LIMIT))
+        if const_expr(i == 0):
+            cute.arch.mbarrier_wait(ctx.p_empty + p_unit, p_phase)
+            flag = Int32(0)
+        self.store_p(ctx, tWord, p_unit, where, i)
+        redo = high
+        if const_expr(i == 0):
+            redo = high | (tLow[0] != 0)
+        if redo:
+            tAlpha = cute.make_rmem_tensor((2,), Float32)
             moved = self.move_reference(tS, tState, tAlpha, scale)
             tSum.fill(0.0)
             for group in cutlass.range_constexpr(4):
                 self.exponentials(tS, tState, tSum, tWord, scale, group)
+            self.store_p(ctx, tWord, p_unit, where, i)
+            flag = flag | self.store_alpha(ctx, tAlpha, moved, p_unit, where, i)
         tState[2] = tState[2] + tSum[0]
         tState[3] = tState[3] + tSum[1]
-        return self.publish(ctx, tWord, tAlpha, moved, p_stage, p_phase, where)
+        if const_expr(i + 1 == UNIT_TILES):
+            p_unit, p_phase = self.publish(ctx, flag, p_unit, p_phase, where)
+            tLow[0] = self.row_is_low(tSum)
+        return flag, p_unit, p_phase
 
     @cute.jit
     def masked_tile(
-        self, ctx: cutlass.Constexpr, tS, tState, tBound, token0, scale,
-        p_stage, p_phase, where,
+        self, ctx: cutlass.Constexpr, tS, tState, tBound, token0, scale, flag,
+        p_unit, p_phase, where, i: cutlass.Constexpr,
     ):
-        """Softmax of a tile in which row i sees tokens below ``tBound[i]`` only."""
+        """Softmax of a tile in which row r sees tokens below ``tBound[r]`` only."""
         _, lane, _ = where
         tSum = cute.make_rmem_tensor((2,), Float32)
         tWord = cute.make_rmem_tensor((8,), Uint32)
         tAlpha = cute.make_rmem_tensor((2,), Float32)
         tSum.fill(0.0)
-        for i in cutlass.range_constexpr(TILE_TOKENS // 8):
+        for n in cutlass.range_constexpr(TILE_TOKENS // 8):
             for row in cutlass.range_constexpr(2):
                 for j in cutlass.range_constexpr(2):
-                    token = token0 + 8 * i + j + 2 * (lane % 4)
+                    token = token0 + 8 * n + j + 2 * (lane % 4)
                     if token >= tBound[row]:
-                        tS[4 * i + 2 * row + j] = -Float32.inf
+                        tS[4 * n + 2 * row + j] = -Float32.inf
         moved = self.move_reference(tS, tState, tAlpha, scale)
         for group in cutlass.range_constexpr(4):
             self.exponentials(tS, tState, tSum, tWord, scale, group)
+        if const_expr(i == 0):
+            cute.arch.mbarrier_wait(ctx.p_empty + p_unit, p_phase)
+            flag = Int32(0)
+        self.store_p(ctx, tWord, p_unit, where, i)
+        flag = flag | self.store_alpha(ctx, tAlpha, moved, p_unit, where, i)
         tState[2] = tState[2] + tSum[0]
         tState[3] = tState[3] + tSum[1]
-        return self.publish(ctx, tWord, tAlpha, moved, p_stage, p_phase, where)
+        if const_expr(i + 1 == UNIT_TILES):
+            p_unit, p_phase = self.publish(ctx, flag, p_unit, p_phase, where)
+        return flag, p_unit, p_phase
 
     @cute.jit
     def fast_group(
-        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tA, tB, tQ, tK, tKr, tState,
-        scale, stage, phase, p_stage, p_phase, where,
+        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tA, tB, tQ, tK, tKr, tState, tLow,
+        scale, stage, phase, p_unit, p_phase, where,
     ):
         """GROUP_UNITS units without masked keys, Q K^T one tile ahead of softmax."""
         tiles = GROUP_UNITS * UNIT_TILES
+        flag = Int32(0)
         frags = (tA, tB)
         cute.arch.mbarrier_wait(ctx.full + stage, phase)
         self.issue_qk(ctx, qk, tA, tQ, tK, tKr, stage, 0, K_STEPS)
@@ -247,24 +291,27 @@ class SoftmaxRole:
                 def issue(group, tNext=tNext, stage=stage):
                     self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[group])
 
-                p_stage, p_phase = self.softmax_tile(
-                    ctx, tS, tState, scale, p_stage, p_phase, where, issue
+                flag, p_unit, p_phase = self.softmax_tile(
+                    ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where,
+                    i % UNIT_TILES, issue,
                 )
             else:
                 warpgroup.wait_group(0)
                 self.release_kv(ctx, done)
-                p_stage, p_phase = self.softmax_tile(
-                    ctx, tS, tState, scale, p_stage, p_phase, where, None
+                flag, p_unit, p_phase = self.softmax_tile(
+                    ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where,
+                    i % UNIT_TILES, None,
                 )
-        return stage, phase, p_stage, p_phase
+        return stage, phase, p_unit, p_phase
 
     @cute.jit
     def sequential_unit(
-        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tS, tQ, tK, tKr, tState,
-        tBound, token0, scale, stage, phase, p_stage, p_phase, where,
+        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tS, tQ, tK, tKr, tState, tLow,
+        tBound, token0, scale, stage, phase, p_unit, p_phase, where,
         masked: cutlass.Constexpr,
     ):
         """One unit, tile by tile: any mask, first unit of a segment, leftovers."""
+        flag = Int32(0)
         for i in cutlass.range_constexpr(UNIT_TILES):
             cute.arch.mbarrier_wait(ctx.full + stage, phase)
             self.issue_qk(ctx, qk, tS, tQ, tK, tKr, stage, 0, K_STEPS)
@@ -272,15 +319,15 @@ class SoftmaxRole:
             self.release_kv(ctx, stage)
             stage, phase = self.advance(stage, phase, self.tile.kv_stages)
             if const_expr(masked):
-                p_stage, p_phase = self.masked_tile(
-                    ctx, tS, tState, tBound, token0 + i * TILE_TOKENS, scale,
-                    p_stage, p_phase, where,
+                flag, p_unit, p_phase = self.masked_tile(
+                    ctx, tS, tState, tBound, token0 + i * TILE_TOKENS, scale, flag,
+                    p_unit, p_phase, where, i,
                 )
             else:
-                p_stage, p_phase = self.softmax_tile(
-                    ctx, tS, tState, scale, p_stage, p_phase, where, None
+                flag, p_unit, p_phase = self.softmax_tile(
+                    ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i, None
                 )
-        return stage, phase, p_stage, p_phase
+        return stage, phase, p_unit, p_phase
 
     @cute.jit
     def visible_keys(self, seg, request, length, row):
@@ -327,6 +374,7 @@ class SoftmaxRole:
             tB = thr.make_fragment_C(thr.partition_shape_C((64, TILE_TOKENS)))
         tState = cute.make_rmem_tensor((4,), Float32)
         tBound = cute.make_rmem_tensor((2,), Int32)
+        tLow = cute.make_rmem_tensor((1,), Int32)
 
         # stmatrix: lane gives the address of one 16-byte row of P (K_SW64 layout).
         p_row = warp * 16 + ((lane >> 3) & 1) * 8 + (lane & 7)
@@ -338,7 +386,7 @@ class SoftmaxRole:
         row1 = row0 + 8
         stage = Int32(0)
         phase = Int32(0)
-        p_stage = Int32(0)
+        p_unit = Int32(0)
         p_phase = Int32(1)
         l_phase = Int32(1)
         for request in cutlass.range(seg[0], seg[2], unroll=1):
@@ -364,33 +412,34 @@ class SoftmaxRole:
             tState[1] = Float32(UNSEEN)
             tState[2] = Float32(0.0)
             tState[3] = Float32(0.0)
+            tLow[0] = Int32(0)
             first = unit
             while unit < unit_end:
                 if const_expr(self.tile.interleaved):
                     if (unit > first) & (unit + GROUP_UNITS <= free_end):
-                        stage, phase, p_stage, p_phase = self.fast_group(
-                            ctx, qk, tA, tB, tQ, tK, tKr, tState, scale,
-                            stage, phase, p_stage, p_phase, where,
+                        stage, phase, p_unit, p_phase = self.fast_group(
+                            ctx, qk, tA, tB, tQ, tK, tKr, tState, tLow, scale,
+                            stage, phase, p_unit, p_phase, where,
                         )
                         unit = unit + GROUP_UNITS
                     else:
-                        stage, phase, p_stage, p_phase = self.sequential_unit(
-                            ctx, qk, tA, tQ, tK, tKr, tState, tBound,
+                        stage, phase, p_unit, p_phase = self.sequential_unit(
+                            ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound,
                             unit * (TILE_TOKENS * UNIT_TILES), scale,
-                            stage, phase, p_stage, p_phase, where, True,
+                            stage, phase, p_unit, p_phase, where, True,
                         )
                         unit = unit + 1
                 else:
                     if (unit > first) & (unit + 1 <= free_end):
-                        stage, phase, p_stage, p_phase = self.sequential_unit(
-                            ctx, qk, tA, tQ, tK, tKr, tState, tBound, 0, scale,
-                            stage, phase, p_stage, p_phase, where, False,
+                        stage, phase, p_unit, p_phase = self.sequential_unit(
+                            ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound, 0, scale,
+                            stage, phase, p_unit, p_phase, where, False,
                         )
                     else:
-                        stage, phase, p_stage, p_phase = self.sequential_unit(
-                            ctx, qk, tA, tQ, tK, tKr, tState, tBound,
+                        stage, phase, p_unit, p_phase = self.sequential_unit(
+                            ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound,
                             unit * (TILE_TOKENS * UNIT_TILES), scale,
-                            stage, phase, p_stage, p_phase, where, True,
+                            stage, phase, p_unit, p_phase, where, True,
                         )
                     unit = unit + 1
 

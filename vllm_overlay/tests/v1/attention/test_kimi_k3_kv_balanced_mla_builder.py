@@ -273,3 +273,75 @@ def test_host_upper_bounds_are_not_used(core):
         q = utils.make_query(16, 4)
         outs.append(impl.forward_mqa(q, cache, metadata, utils.make_layer())[0])
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+# --- the real layer ---------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        yield
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_kimi_k3s_layer_is_built_on_the_backend(core, monkeypatch, one_rank, draft):
+    """The layer constructs the impl itself; its spec and the builder fit together."""
+    from vllm.config import set_current_vllm_config
+    from vllm.models.kimi_k3.nvidia import mla
+    from vllm.models.kimi_k3.nvidia.kv_balanced_mla import backend
+    from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
+
+    config = utils.make_config(speculative=7, non_causal=draft)
+    config.cache_config.cache_dtype, config.cache_config.block_size = "fp8", 64
+    monkeypatch.setattr(
+        mla,
+        "get_attn_backend",
+        lambda *args, **kwargs: backend.KimiK3KvBalancedMLABackend,
+    )
+    monkeypatch.setattr(
+        mla, "get_mla_prefill_backend", lambda _: lambda **kwargs: PrefillBackend()
+    )
+    with set_current_vllm_config(config):
+        built = mla.MultiHeadLatentAttention(
+            KimiLinearConfig(hidden_size=256, num_attention_heads=12, head_dim=64),
+            256,
+            12,
+            128,
+            64,
+            128,
+            q_lora_rank=128,
+            kv_lora_rank=512,
+            cache_config=config.cache_config,
+            prefix="layer",
+            use_rope=draft,
+            non_causal_multi_token_decode=draft,
+        )
+        decode = built.impl.decode
+        assert (decode.heads, decode.max_q, decode.max_requests) == (12, 8, 16)
+        # The layer quantizes the decode query because of this flag.
+        assert built.impl.supports_quant_query_input
+        config.model_config = SimpleNamespace(
+            dtype=torch.bfloat16,
+            max_model_len=128,
+            get_num_attention_heads=lambda _: 12,
+            get_head_size=lambda: utils.HEAD,
+        )
+        spec = built.get_kv_cache_spec(config)
+        assert spec.page_size_bytes == 64 * utils.HEAD
+        builder = Builder(spec, ["layer"], config, utils.CPU)
+    assert builder.non_causal_multi_token_decode is draft
+    assert builder.q_data_type == torch.bfloat16
+    assert builder.chunked_prefill_workspace.dtype == torch.bfloat16

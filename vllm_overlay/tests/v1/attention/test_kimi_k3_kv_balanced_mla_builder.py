@@ -3,6 +3,7 @@
 """``KIMI_K3_KV_BALANCED_MLA``'s metadata builder, and steps built by it."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -329,10 +330,11 @@ def test_kimi_k3s_layer_is_built_on_the_backend(core, monkeypatch, one_rank, dra
             use_rope=draft,
             non_causal_multi_token_decode=draft,
         )
-        decode = built.impl.decode
+        impl: Any = built.impl
+        decode = impl.decode
         assert (decode.heads, decode.max_q, decode.max_requests) == (12, 8, 16)
         # The layer quantizes the decode query because of this flag.
-        assert built.impl.supports_quant_query_input
+        assert impl.supports_quant_query_input
         config.model_config = SimpleNamespace(
             dtype=torch.bfloat16,
             max_model_len=128,

@@ -345,3 +345,27 @@ def test_shared_inodes_are_not_written_through(tiny, tree, tmp_path):
     os.link(tree / LAYER, cached)
     run(tiny, tree)
     assert cached.read_text() == tiny.stock[LAYER]
+
+
+def test_a_patch_edited_by_hand_is_refused(tiny, tree):
+    """Its hunks still apply, but the result isn't the blob that it names."""
+    patch = tiny.root / "patches/layer-gate.patch"
+    patch.write_text(patch.read_text().replace("+line five", "+line 5.0"))
+    said = fails(tiny, tree)
+    assert "layer-gate.patch gives another file than it says" in said and LAYER in said
+
+
+def test_a_changed_series_updates_a_patched_tree(tiny, tree):
+    stock = snapshot(tree)
+    run(tiny, tree)
+    (tiny.root / "patches/layer-hook.patch").unlink()
+    series = tiny.root / "patches/series"
+    series.write_text(series.read_text().replace("layer-hook.patch\n", ""))
+    assert run(tiny, tree) == 0
+    text = (tree / LAYER).read_text()
+    assert "line five" in text and "hook()" not in text
+    if (tree / TEST).exists():
+        assert (tree / TEST).read_text() == tiny.stock[TEST]
+    assert run(tiny, tree, "--status") == 0
+    run(tiny, tree, "--reverse")
+    assert snapshot(tree) == stock

@@ -64,13 +64,8 @@ if wanted tests; then
 fi
 if wanted upstream; then
   step "vLLM's own tests"
-  # The folder that scripts/test.sh makes: vLLM's tests without its package.
-  root="$project/build/tests-root"
-  mkdir -p "$root"
-  ln -sfn ../vllm/tests "$root/tests"
-  cp "$project/build/vllm/pyproject.toml" "$root/pyproject.toml"
   "$python" -m pip install -qq -r "$project/ci/requirements-test.txt"
-  (cd "$root" && "$python" -m pytest -q -p no:cacheprovider --junitxml="$out/upstream.xml" \
+  (cd "$(tests_root)" && "$python" -m pytest -q -p no:cacheprovider --junitxml="$out/upstream.xml" \
     tests/v1/attention/test_mla_backends.py \
     tests/kernels/attention/test_attention_selector.py \
     tests/test_attention_backend_registry.py) || true

@@ -16,13 +16,9 @@ case ${1:-} in
 esac
 
 tools="${KVPATCH_LINT_ENV:-$project/.venv-lint}"
-if [ ! -e "$tools/.complete" ]; then
+if outdated "$tools/.complete" "$project/ci/requirements-lint.txt"; then
   step "the linters, in $tools"
-  base=$(find_python)
-  "$base" -m venv "$tools" 2>/dev/null || {
-    "$base" -m venv --without-pip "$tools"
-    "$base" -m pip --python "$tools/bin/python" install -qq pip
-  }
+  make_env "$(find_python)" "$tools"
   "$tools/bin/python" -m pip install -qq --disable-pip-version-check \
     -r "$project/ci/requirements-lint.txt"
   touch "$tools/.complete"

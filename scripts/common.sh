@@ -32,6 +32,35 @@ find_python() {
     "to do:   install one, or name it with PYTHON=/path/to/python"
 }
 
+# Make a virtual environment: make_env PYTHON DIR. Some systems ship Python without the
+# part of venv that brings pip along.
+make_env() {
+  "$1" -m venv "$2" >/dev/null 2>&1 && return
+  if "$1" -m venv --without-pip "$2" &&
+    "$1" -m pip --python "$2/bin/python" install -qq --disable-pip-version-check pip; then
+    return
+  fi
+  die "the environment can't be made" "folder:  $2" "python:  $1" \
+    "to do:   install its venv module (Debian: python3-venv) or pip"
+}
+
+# Succeed unless a stamp file is there and newer than all the files it stands for.
+outdated() {
+  local stamp=$1
+  shift
+  [ ! -e "$stamp" ] || [ -n "$(find "$@" -newer "$stamp")" ]
+}
+
+# Print a folder with vLLM's tests but without its package, so that tests import the
+# installed one.
+tests_root() {
+  local root="$project/build/tests-root"
+  mkdir -p "$root"
+  ln -sfn ../vllm/tests "$root/tests"
+  cp "$project/build/vllm/pyproject.toml" "$root/pyproject.toml"
+  echo "$root"
+}
+
 # Print "gpu" for a machine with a Hopper GPU, else "cpu".
 machine_kind() {
   if command -v nvidia-smi >/dev/null &&

@@ -58,13 +58,6 @@ with_pulse() {
   wait "$pid"
 }
 
-# Some systems ship Python without the part of venv that brings pip along.
-make_env() {
-  "$1" -m venv "$env_dir" >/dev/null 2>&1 && return
-  "$1" -m venv --without-pip "$env_dir" &&
-    "$1" -m pip --python "$python" install -qq --disable-pip-version-check pip
-}
-
 install_cpu() {
   local torch=()
   if [ -n "${TORCH_INDEX_URL:-}" ]; then torch=(--extra-index-url "$TORCH_INDEX_URL"); fi
@@ -90,12 +83,11 @@ install_gpu() {
   with_pulse pip_install "$wheel" matplotlib
 }
 
-if [ ! -e "$stamp" ]; then
+if outdated "$stamp" "$project/UPSTREAM.toml" "$project/ci/requirements-cpu.txt"; then
   if [ ! -x "$python" ] || ! "$python" -m pip --version >/dev/null 2>&1; then
     base=$(find_python)
     step "an environment in $env_dir, on $("$base" --version)"
-    make_env "$base" || die "the environment can't be made" \
-      "python:  $base" "to do:   install its venv module (Debian: python3-venv) or pip"
+    make_env "$base" "$env_dir"
   fi
   "install_$kind"
   touch "$stamp"

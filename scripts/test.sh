@@ -44,7 +44,7 @@ kind=$(machine_kind)
 python="$env_dir/bin/python"
 stamp="$env_dir/.kvpatch-tests-$kind"
 wanted=("$project/ci/requirements-test.txt" "$project/ci/requirements-kernels.txt")
-if [ ! -e "$stamp" ] || [ -n "$(find "${wanted[@]}" -newer "$stamp")" ]; then
+if outdated "$stamp" "${wanted[@]}"; then
   step "what the tests need"
   "$python" -m pip install -qq --disable-pip-version-check --progress-bar off \
     -r "${wanted[0]}" -r "${wanted[1]}"
@@ -63,17 +63,13 @@ part() { # NAME COMMAND...: run it, remember how it ended
 
 # shellcheck disable=SC2329 # called by name, through `part`
 overlay_tests() {
-  # A folder with vLLM's tests but without its package: the installed one is imported.
-  local root="$project/build/tests-root" files plugins=()
-  mkdir -p "$root"
-  ln -sfn ../vllm/tests "$root/tests"
-  cp "$project/build/vllm/pyproject.toml" "$root/pyproject.toml"
+  local files plugins=()
   mapfile -t files < <(cd "$project/vllm_overlay" && find tests -name 'test_*.py' | sort)
   if [ "$kind" = cpu ]; then
     export VLLM_TARGET_DEVICE=cpu CUTE_DSL_ARCH=sm_90a PYTHONPATH="$project/scripts"
     plugins=(-p kvpatch.cpu_torch)
   fi
-  cd "$root"
+  cd "$(tests_root)"
   HF_HUB_OFFLINE=1 "$python" -m pytest -p no:cacheprovider -W ignore -q -rs --no-header \
     "${plugins[@]}" "${junit_option[@]}" "$@" "${files[@]}"
 }

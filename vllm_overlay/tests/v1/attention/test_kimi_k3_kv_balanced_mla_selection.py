@@ -5,6 +5,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -127,6 +128,18 @@ def test_capabilities():
     assert impl.supports_mtp_with_cp_non_trivial_interleave_size
     assert builder.query_len_support is QueryLenSupport.UNIFORM
     assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_the_cuda_graph_table_lists_it():
+    page = Path(__file__).parents[3] / "docs" / "design" / "cuda_graphs.md"
+    if not page.exists():
+        pytest.skip("the documentation is not beside these tests")
+    (row,) = [
+        line
+        for line in page.read_text().splitlines()
+        if line.startswith("| KimiK3KvBalancedMLA |")
+    ]
+    assert AttentionCGSupport.UNIFORM_BATCH.name in row
 
 
 def test_signatures_are_those_of_the_base_classes():

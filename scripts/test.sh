@@ -63,15 +63,14 @@ part() { # NAME COMMAND...: run it, remember how it ended
 
 # shellcheck disable=SC2329 # called by name, through `part`
 overlay_tests() {
-  local files plugins=()
+  local files
   mapfile -t files < <(cd "$project/vllm_overlay" && find tests -name 'test_*.py' | sort)
   if [ "$kind" = cpu ]; then
-    export VLLM_TARGET_DEVICE=cpu CUTE_DSL_ARCH=sm_90a PYTHONPATH="$project/scripts"
-    plugins=(-p kvpatch.cpu_torch)
+    export VLLM_TARGET_DEVICE=cpu CUTE_DSL_ARCH=sm_90a
   fi
   cd "$(tests_root)"
   HF_HUB_OFFLINE=1 "$python" -m pytest -p no:cacheprovider -W ignore -q -rs --no-header \
-    "${plugins[@]}" "${junit_option[@]}" "$@" "${files[@]}"
+    "${junit_option[@]}" "$@" "${files[@]}"
 }
 
 junit_option=()

@@ -48,7 +48,8 @@ _FP8 = torch.float8_e4m3fn
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # Not is_available(): that asks the driver, and every layer's call comes here.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class KvBalancedMlaKernel(VllmJitKernel["KvBalancedMlaKernel.CompileKey"]):

@@ -235,6 +235,29 @@ def test_a_killed_run_is_repaired_by_the_next(tiny, tmp_path, after, capsys):
     assert snapshot(tree) == stock
 
 
+KILL_LATE = KILL.replace("transact._move = move", "front._write_record = die").replace(
+    "def move", "from kvpatch import apply as front\ndef die(*args):\n"
+    "    os.kill(os.getpid(), int(sys.argv[2]))\ndef move"
+)  # fmt: skip
+
+
+def test_a_run_killed_before_its_record_is_completed_by_the_next(
+    tiny, tmp_path, monkeypatch
+):
+    tree = tiny.tree(tmp_path / "t")
+    (tree / "vllm/__pycache__").mkdir()
+    (tree / "vllm/__pycache__/kept.pyc").write_bytes(b"x")
+    stock = snapshot(tree)
+    monkeypatch.setattr(sys.modules[__name__], "KILL", KILL_LATE)
+    assert killed_run(tiny, tree, 0, signal.SIGKILL).returncode < 0
+    assert (tree / LAYER).read_text() == tiny.patched_layer
+    assert not front.record_path(tree).exists()
+    run(tiny, tree)
+    assert front.record_path(tree).exists()
+    run(tiny, tree, "--reverse")
+    assert snapshot(tree) == stock
+
+
 def test_a_killed_reverse_is_repaired_too(tiny, tmp_path):
     tree = tiny.tree(tmp_path / "t")
     stock = snapshot(tree)

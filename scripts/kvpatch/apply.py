@@ -185,7 +185,10 @@ def reverse(target: Target, patch_set: PatchSet, discard: bool = False) -> bool:
                 else "unpack or install the release anew",
             )
         changes = [Change(f.path, f.now, f.stock) for f in files if f.now != f.stock]
-        made = (state.record or {}).get("made_dirs", _overlay_dirs(files))
+        # A record that a cut-off run didn't write doesn't know the folders it made.
+        made = sorted(
+            {*(state.record or {}).get("made_dirs", []), *_overlay_dirs(files)}
+        )
         run_changes(target.root, changes)
         remove_empty_dirs(target.root, made)
         for f in files:

@@ -310,8 +310,7 @@ def remove_empty_dirs(root: Path, folders: list[str]) -> None:
     """Remove folders, deepest first, where nothing but bytecode is left in them."""
     for folder in sorted(folders, key=lambda f: -len(Path(f).parts)):
         path = root / folder
-        if not path.is_dir():
+        if not path.is_dir() or set(os.listdir(path)) - {"__pycache__"}:
             continue
         shutil.rmtree(path / "__pycache__", ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty: someone else's files
-            path.rmdir()
+        path.rmdir()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from vllm.models.kimi_k3.nvidia.kv_balanced_mla import backend as backend_module
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 pytestmark = pytest.mark.skip_global_cleanup
 
@@ -87,6 +89,7 @@ class Block:
             raise ImportError("blocked: " + name)
 sys.meta_path.insert(0, Block())
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 print(AttentionBackendEnum["KIMI_K3_KV_BALANCED_MLA"].get_class().get_name())
 """
     run = subprocess.run(
@@ -235,3 +238,42 @@ def test_all_reasons_come_at_once():
     )
     for part in ("Hopper", "--kv-cache-dtype fp8", "got 512", "got 16"):
         assert part in found
+
+
+@pytest.mark.parametrize(
+    ("capability", "overrides", "reason"),
+    [
+        (HOPPER, {}, None),
+        (HOPPER, {"kv_cache_dtype": "auto"}, "start with --kv-cache-dtype fp8"),
+        (HOPPER, {"head_size": 512}, "got 512"),
+        (HOPPER, {"use_pcp": True}, "PCP not supported"),
+        (DeviceCapability(10, 0), {}, "this GPU has 10.0"),
+    ],
+)
+def test_the_platforms_selection_answers_with_the_reason(capability, overrides, reason):
+    """The path of ``--attention-backend``, on a CUDA platform of each capability."""
+    cuda = pytest.importorskip(
+        "vllm.platforms.cuda", reason="needs the compiled extension", exc_type=Exception
+    )
+
+    answer = classmethod(lambda cls, device_id=0: capability)
+    platform: Any = type(
+        "Platform", (cuda.CudaPlatformBase,), {"get_device_capability": answer}
+    )
+    options = dict(
+        head_size=576,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="fp8",
+        block_size=None,
+        use_mla=True,
+    )
+    options.update(overrides)
+    config = AttentionSelectorConfig(**options)
+    member = AttentionBackendEnum.KIMI_K3_KV_BALANCED_MLA
+    if reason is None:
+        path = platform.get_attn_backend_cls(member, config, num_heads=12)
+        assert path == f"{Backend.__module__}.{Backend.__qualname__}"
+        return
+    with pytest.raises(ValueError, match="Selected backend.*not valid") as error:
+        platform.get_attn_backend_cls(member, config, num_heads=12)
+    assert reason in str(error.value)

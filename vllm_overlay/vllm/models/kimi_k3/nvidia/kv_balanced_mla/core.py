@@ -173,6 +173,7 @@ def compile_decode(tile: DecodeTile, causal: bool, device_index: int = 0):
         Int64(TILE_TOKENS * HEAD_DIM),
         Int32(1),
         Int32(1),
+        Int32(1),
         Int32(0),
         Int32(1),
         Int32(1),
@@ -186,7 +187,7 @@ def compile_decode(tile: DecodeTile, causal: bool, device_index: int = 0):
     )
 
 
-DECODE_KINDS = "p" * 10 + "iilii" + "iii" + "i" + "iii" + "ff" + "p"
+DECODE_KINDS = "p" * 10 + "iiliii" + "iii" + "i" + "iii" + "ff" + "p"
 """``Launcher`` types of ``compile_decode``'s arguments."""
 
 
@@ -245,7 +246,9 @@ class KvBalancedMla:
                 compile_decode(self.geometry.tile, causal, index), DECODE_KINDS
             )
             self._planner = compile_plan_kernel(self.groups, plan.MAX_REQUESTS)
-            self._combine = compile_combine_kernel(self.groups, self.rows, sms)
+            self._combine = compile_combine_kernel(
+                self.groups, self.rows, sms, use_pdl=True
+            )
 
     def plan(
         self, seq_lens: torch.Tensor, counts: torch.Tensor, work: torch.Tensor
@@ -335,6 +338,7 @@ class KvBalancedMla:
             block_size,
             block_stride,
             block_table.stride(0),
+            block_table.shape[1],
             self.groups,
             self.heads,
             self.qlen,

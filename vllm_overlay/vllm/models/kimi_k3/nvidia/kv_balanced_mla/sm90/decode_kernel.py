@@ -162,6 +162,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         block_size: Int32,
         block_stride: Int64,
         table_stride: Int32,
+        table_width: Int32,
         groups: Int32,
         heads: Int32,
         qlen: Int32,
@@ -191,7 +192,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             ),
         )
         mTable = cute.make_tensor(
-            table, cute.make_layout((1 << 20, table_stride), stride=(table_stride, 1))
+            table, cute.make_layout((1 << 20, table_width), stride=(table_stride, 1))
         )
         kinds = warpgroup.SmemLayoutAtomKind
         wide = warpgroup.make_smem_layout_atom(kinds.K_SW128, FP8)
@@ -246,6 +247,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             smem=SharedStorage.size_in_bytes(),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -326,8 +328,15 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
                 cute.arch.mbarrier_init(ctx.p_empty + i, OUTPUT_WARPS)
             cute.arch.mbarrier_init(ctx.l_full, SOFTMAX_WARPS)
             cute.arch.mbarrier_init(ctx.l_empty, OUTPUT_WARPS)
+        if warp == 0:
+            cpasync.prefetch_descriptor(k_atom)
+            cpasync.prefetch_descriptor(kr_atom)
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
+        # Programmatic launch: everything before this overlaps the kernel in front,
+        # and the combine may get ready while this one runs.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         # (first request, its first unit, one past the last request visited, request
         # and unit of the end boundary, lengths, global lengths, cp, group)

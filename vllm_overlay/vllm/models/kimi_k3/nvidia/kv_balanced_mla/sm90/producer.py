@@ -21,11 +21,15 @@ class ProducerRole:
     """Mixin of ``DecodeKernel``: the KV producer warp."""
 
     @cute.jit
-    def _page_of_tile(self, mTable: cute.Tensor, request, tile, last_tile, block_tiles):
-        """Block id and tile within the block of KV tile ``tile`` (clamped)."""
-        tile = cutlass.min(tile, last_tile)
+    def lookup(self, mTable: cute.Tensor, request, tile, block_tiles):
+        """Block id and tile within the block of KV tile ``tile``.
+
+        A tile past the request's end gives an entry that is not followed; it is
+        clamped only so that the read stays inside the table.
+        """
         block = tile // block_tiles
-        return mTable[request, block], tile - block * block_tiles
+        inside = cutlass.min(block, mTable.shape[1] - 1)
+        return mTable[request, inside], tile - block * block_tiles
 
     @cute.jit
     def produce(self, ctx: cutlass.Constexpr, tma, seg, mTable, block_tiles):
@@ -44,27 +48,27 @@ class ProducerRole:
         stage = Int32(0)
         phase = Int32(1)
         policy = cutlass.Int64(EVICT_FIRST)
+        begin = seg[1]
         for request in cutlass.range(seg[0], seg[2], unroll=1):
+            # The table needs no length, so both loads are in flight together.
+            first = begin * UNIT_TILES
+            begin = Int32(0)
+            page, slot = self.lookup(mTable, request, first + lane, block_tiles)
             length, unit_begin, unit_end, _ = self.segment(seg, request)
             tiles = (unit_end - unit_begin) * UNIT_TILES
-            first = unit_begin * UNIT_TILES
-            last_tile = cutlass.max((length - 1) // TILE_TOKENS, 0)
-            page = Int32(0)
-            slot = Int32(0)
-            if tiles > 0:
-                page, slot = self._page_of_tile(
-                    mTable, request, first + lane, last_tile, block_tiles
-                )
+            last = (length - 1) // TILE_TOKENS - first
             for base in cutlass.range(0, tiles, 32, unroll=1):
-                next_page = Int32(0)
-                next_slot = Int32(0)
+                next_page = page
+                next_slot = slot
                 if base + 32 < tiles:
-                    next_page, next_slot = self._page_of_tile(
-                        mTable, request, first + base + 32 + lane, last_tile, block_tiles
+                    next_page, next_slot = self.lookup(
+                        mTable, request, first + base + 32 + lane, block_tiles
                     )
                 for j in cutlass.range(0, cutlass.min(tiles - base, 32), unroll=1):
-                    tile_page = cute.arch.shuffle_sync(page, j)
-                    tile_slot = cute.arch.shuffle_sync(slot, j)
+                    # The last unit may hold one tile only: then load it twice.
+                    source = cutlass.min(j, last - base)
+                    tile_page = cute.arch.shuffle_sync(page, source)
+                    tile_slot = cute.arch.shuffle_sync(slot, source)
                     cute.arch.mbarrier_wait(ctx.empty + stage, phase)
                     full = ctx.full + stage
                     with cute.arch.elect_one():

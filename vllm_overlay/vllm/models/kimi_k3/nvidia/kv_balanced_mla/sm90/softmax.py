@@ -40,9 +40,9 @@ K_STEPS = HEAD_DIM // 32
 LATENT_K_STEPS = LATENT // 32
 # Q K^T of the next tile, in pieces between the four groups of a tile's softmax: a
 # warpgroup can have 8 to 9 wgmmas in flight before issuing blocks the warp.
-PIECES = ((0, 8), (8, 12), (12, 15), (15, 18))
+PIECES = ((0, 6), (6, 10), (10, 14), (14, 18))
 GROUP_UNITS = 4
-"""Units of one interleaved group; its wgmmas drain at the end of the group."""
+"""Most units of one unrolled run; its wgmmas drain at the end."""
 
 
 class SoftmaxRole:
@@ -267,42 +267,81 @@ class SoftmaxRole:
         return flag, p_unit, p_phase
 
     @cute.jit
-    def fast_group(
-        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tA, tB, tQ, tK, tKr, tState, tLow,
-        scale, stage, phase, p_unit, p_phase, where,
+    def fast_units(
+        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, frags: cutlass.Constexpr,
+        tQ, tK, tKr, tState, tLow, scale, ring, where, left, k: cutlass.Constexpr,
     ):
-        """GROUP_UNITS units without masked keys, Q K^T one tile ahead of softmax."""
-        tiles = GROUP_UNITS * UNIT_TILES
+        """Units without masked keys, Q K^T one tile ahead of the softmax.
+
+        The first tile's Q K^T has been issued. Unrolled, because wgmmas in flight over
+        a loop's back edge make ptxas serialise them: unit ``k`` goes on to the next
+        one only while there are some ``left`` and at most ``GROUP_UNITS`` in all.
+
+        Args:
+            frags: Score fragments of even and odd tiles.
+            ring: ``(KV stage, its phase, P buffer, its phase)``.
+            left: Units from this one on.
+            k: Index of the unit in the unrolled group.
+
+        Returns:
+            ``ring`` after the last unit.
+
+        """
+        stage, phase, p_unit, p_phase = ring
         flag = Int32(0)
-        frags = (tA, tB)
-        cute.arch.mbarrier_wait(ctx.full + stage, phase)
-        self.issue_qk(ctx, qk, tA, tQ, tK, tKr, stage, 0, K_STEPS)
-        for i in cutlass.range_constexpr(tiles):
-            tS = frags[i % 2]
+        for i in cutlass.range_constexpr(UNIT_TILES):
+            tS, tNext = frags[i % 2], frags[(i + 1) % 2]
             done = stage
             stage, phase = self.advance(stage, phase, self.tile.kv_stages)
-            if const_expr(i + 1 < tiles):
-                tNext = frags[(i + 1) % 2]
-                cute.arch.mbarrier_wait(ctx.full + stage, phase)
-                self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[0])
-                warpgroup.wait_group(1)
-                self.release_kv(ctx, done)
-
-                def issue(group, tNext=tNext, stage=stage):
-                    self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[group])
-
-                flag, p_unit, p_phase = self.softmax_tile(
-                    ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where,
-                    i % UNIT_TILES, issue,
+            if const_expr(i + 1 < UNIT_TILES):
+                stage, phase, flag, p_unit, p_phase = self.overlapped_tile(
+                    ctx, qk, tS, tNext, tQ, tK, tKr, tState, tLow, scale, done,
+                    (stage, phase, p_unit, p_phase), flag, where, i,
                 )
+            elif const_expr(k + 1 < GROUP_UNITS):
+                if left > 1:
+                    stage, phase, flag, p_unit, p_phase = self.overlapped_tile(
+                        ctx, qk, tS, tNext, tQ, tK, tKr, tState, tLow, scale, done,
+                        (stage, phase, p_unit, p_phase), flag, where, i,
+                    )
+                    stage, phase, p_unit, p_phase = self.fast_units(
+                        ctx, qk, frags, tQ, tK, tKr, tState, tLow, scale,
+                        (stage, phase, p_unit, p_phase), where, left - 1, k + 1,
+                    )
+                else:
+                    warpgroup.wait_group(0)
+                    self.release_kv(ctx, done)
+                    flag, p_unit, p_phase = self.softmax_tile(
+                        ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i,
+                        None,
+                    )
             else:
                 warpgroup.wait_group(0)
                 self.release_kv(ctx, done)
                 flag, p_unit, p_phase = self.softmax_tile(
-                    ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where,
-                    i % UNIT_TILES, None,
+                    ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i, None
                 )
         return stage, phase, p_unit, p_phase
+
+    @cute.jit
+    def overlapped_tile(
+        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tS, tNext, tQ, tK, tKr,
+        tState, tLow, scale, done, ring, flag, where, i: cutlass.Constexpr,
+    ):
+        """Softmax of ``tS`` (KV stage ``done``) while the next tile's scores run."""
+        stage, phase, p_unit, p_phase = ring
+        cute.arch.mbarrier_wait(ctx.full + stage, phase)
+        self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[0])
+        warpgroup.wait_group(1)
+        self.release_kv(ctx, done)
+
+        def issue(group):
+            self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[group])
+
+        flag, p_unit, p_phase = self.softmax_tile(
+            ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i, issue
+        )
+        return stage, phase, flag, p_unit, p_phase
 
     @cute.jit
     def sequential_unit(
@@ -310,7 +349,7 @@ class SoftmaxRole:
         tBound, token0, scale, stage, phase, p_unit, p_phase, where,
         masked: cutlass.Constexpr,
     ):
-        """One unit, tile by tile: any mask, first unit of a segment, leftovers."""
+        """One unit, tile by tile, with or without masked keys."""
         flag = Int32(0)
         for i in cutlass.range_constexpr(UNIT_TILES):
             cute.arch.mbarrier_wait(ctx.full + stage, phase)
@@ -390,12 +429,13 @@ class SoftmaxRole:
         p_phase = Int32(1)
         l_phase = Int32(1)
         for request in cutlass.range(seg[0], seg[2], unroll=1):
-            length, unit, unit_end, slot = self.segment(seg, request)
+            # The query first: its loads need no length, so they overlap that one.
             first_row = request * total_rows
             self.load_q(
                 mQ, tQw, first_row + cutlass.min(row0, total_rows - 1),
                 first_row + cutlass.min(row1, total_rows - 1), lane,
             )
+            length, unit, unit_end, slot = self.segment(seg, request)
             tBound[0] = self.visible_keys(
                 seg, request, length, cutlass.min(row0, total_rows - 1)
             )
@@ -413,34 +453,29 @@ class SoftmaxRole:
             tState[2] = Float32(0.0)
             tState[3] = Float32(0.0)
             tLow[0] = Int32(0)
-            first = unit
             while unit < unit_end:
-                if const_expr(self.tile.interleaved):
-                    if (unit > first) & (unit + GROUP_UNITS <= free_end):
-                        stage, phase, p_unit, p_phase = self.fast_group(
-                            ctx, qk, tA, tB, tQ, tK, tKr, tState, tLow, scale,
-                            stage, phase, p_unit, p_phase, where,
+                token0 = unit * (TILE_TOKENS * UNIT_TILES)
+                if unit < free_end:
+                    if const_expr(self.tile.interleaved):
+                        left = cutlass.min(free_end - unit, GROUP_UNITS)
+                        cute.arch.mbarrier_wait(ctx.full + stage, phase)
+                        self.issue_qk(ctx, qk, tA, tQ, tK, tKr, stage, 0, K_STEPS)
+                        stage, phase, p_unit, p_phase = self.fast_units(
+                            ctx, qk, (tA, tB), tQ, tK, tKr, tState, tLow, scale,
+                            (stage, phase, p_unit, p_phase), where, left, 0,
                         )
-                        unit = unit + GROUP_UNITS
+                        unit = unit + left
                     else:
                         stage, phase, p_unit, p_phase = self.sequential_unit(
-                            ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound,
-                            unit * (TILE_TOKENS * UNIT_TILES), scale,
-                            stage, phase, p_unit, p_phase, where, True,
+                            ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound, token0,
+                            scale, stage, phase, p_unit, p_phase, where, False,
                         )
                         unit = unit + 1
                 else:
-                    if (unit > first) & (unit + 1 <= free_end):
-                        stage, phase, p_unit, p_phase = self.sequential_unit(
-                            ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound, 0, scale,
-                            stage, phase, p_unit, p_phase, where, False,
-                        )
-                    else:
-                        stage, phase, p_unit, p_phase = self.sequential_unit(
-                            ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound,
-                            unit * (TILE_TOKENS * UNIT_TILES), scale,
-                            stage, phase, p_unit, p_phase, where, True,
-                        )
+                    stage, phase, p_unit, p_phase = self.sequential_unit(
+                        ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound, token0,
+                        scale, stage, phase, p_unit, p_phase, where, True,
+                    )
                     unit = unit + 1
 
             # Row sums: to the output role as 1 / sum, and out as log2 LSE.

@@ -19,7 +19,21 @@ def scale(x: float, by: int = 2) -> float:
     return x * by
 
 
-class Base:
+class Root:
+    def step(self):
+        return 0
+
+
+class Pool:
+    def take(self, n: int) -> int:
+        return n
+
+
+def pool() -> Pool:
+    return Pool()
+
+
+class Base(Root):
     size: int = 3
 
     def __init__(self, a):
@@ -32,18 +46,20 @@ class Base:
         return x
 '''
 OVERLAY = """\
-from vllm.helper import Base, scale
+from vllm.helper import Base, pool
+from vllm.names import scale
 
 
 class Fast(Base):
     def run(self, x):
-        return scale(x, by=self.size)
+        return scale(self.step() + pool().take(x), by=self.size)
 """
 
 
 @pytest.fixture
 def project(tiny, tmp_path):
     tiny.stock[HELPER] = HELPER_TEXT
+    tiny.stock["vllm/names.py"] = "from .helper import *\n"
     tiny.overlay(BACKEND, OVERLAY)
     sdist = tmp_path / "vllm-1.2.3.tar.gz"
     with tarfile.open(sdist, "w:gz") as tar:
@@ -80,7 +96,7 @@ def test_the_same_release(project, capsys):
     code, said = run(project, capsys)
     assert code == 0 and "applies as it is" in said
     assert len(lines(said, "clean")) == 4
-    assert "2 imports from vllm compared" in said
+    assert "3 imports from vllm compared" in said
 
 
 def test_an_offset_names_the_hunk_and_both_lines(project, capsys):
@@ -128,11 +144,14 @@ def test_shadowed_and_new_files(project, capsys):
     "old, new, word, says",
     [
         ("by: int = 2", "by: int = 3", "CHANGED", "scale"),
-        ("def scale", "def scaled", "GONE", "vllm.helper.scale"),
+        ("def scale", "def scaled", "GONE", "vllm.names.scale"),
         ("def run(self, x)", "def run(self, x, y)", "CHANGED", "Base.run"),
         ("def run(self, x)", "def go(self, x)", "GONE", "Base.run"),
         ("self, a)", "self, a, b)", "CHANGED", "Base.__init__"),
-        ("class Base:", "class Base(dict):", "CHANGED", "Base"),
+        ("class Base(Root)", "class Base(dict)", "CHANGED", "Base"),
+        ("def step(self)", "def step(self, n)", "CHANGED", "Root.step"),
+        ("def take(self, n: int)", "def take(self)", "CHANGED", "Pool.take"),
+        ("def take", "def took", "GONE", "Pool.take"),
         ("size: int = 3", "size: str = 3", "CHANGED", "Base.size"),
     ],
 )

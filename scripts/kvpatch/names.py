@@ -112,14 +112,65 @@ def _definitions(body: list[ast.stmt]) -> dict[str, ast.stmt]:
     return found
 
 
-def describe(read: Reader, module: str, name: str, words: set[str]) -> dict[str, str]:
+def _from_module(node: ast.ImportFrom, module: str, path: str) -> str:
+    """Return the absolute name of the module that a `from` import reads."""
+    if not node.level:
+        return node.module or ""
+    parts = (
+        module.split(".") if path.endswith("__init__.py") else module.split(".")[:-1]
+    )
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _find(
+    read: Reader, module: str, name: str, seen: frozenset[str]
+) -> tuple[str, ast.stmt] | None:
+    """Return where a name is defined and its definition, through re-exports.
+
+    Args:
+        read: Gives a tree's files.
+        module: Where it is imported from.
+        name: The name.
+        seen: Modules on the way, against cycles.
+
+    """
+    found = module_file(read, module)
+    if found is None or module in seen:
+        return None
+    path, data = found
+    body = ast.parse(data).body
+    node = _definitions(body).get(name)
+    if isinstance(node, ast.ImportFrom):
+        original = next(
+            (a.name for a in node.names if name in (a.asname, a.name)), name
+        )
+        inner = _from_module(node, module, path)
+        return _find(read, inner, original, seen | {module}) or (module, node)
+    if node is not None:
+        return module, node
+    for other in body:  # from .x import *
+        if isinstance(other, ast.ImportFrom) and other.names[0].name == "*":
+            inner = _from_module(other, module, path)
+            if made := _find(read, inner, name, seen | {module}):
+                return made
+    return None
+
+
+def describe(
+    read: Reader, module: str, name: str, words: set[str], depth: int = 0
+) -> dict[str, str]:
     """Return what a name looks like: part -> signature. Empty when it isn't there.
+
+    A class is described by its bases and by its methods and fields among `words`, and
+    so are its bases; a function also by the class that it returns.
 
     Args:
         read: Gives a tree's files.
         module: Where it is imported from.
         name: Its name, or "" for the module itself.
-        words: For a class, only methods and fields among these count.
+        words: Names that the overlay mentions.
+        depth: How many bases and results were followed so far.
 
     """
     found = module_file(read, module)
@@ -127,20 +178,17 @@ def describe(read: Reader, module: str, name: str, words: set[str]) -> dict[str,
         return {}
     if not name:
         return {module: "module"}
-    node = _definitions(ast.parse(found[1]).body).get(name)
-    if node is None:
+    where = _find(read, module, name, frozenset())
+    if where is None:
         inner = module_file(read, f"{module}.{name}")
         lazy = f'"{name}"'.encode() in found[1]  # a module-level __getattr__
         return {name: "module"} if inner else {name: "lazy"} if lazy else {}
-    if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-        original = next(a.name for a in node.names if name in (a.asname, a.name))
-        if node.module != module:
-            return describe(read, node.module, original, words) or {name: "imported"}
+    home, node = where
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return {name: _signature(node)}
-    if isinstance(node, ast.ClassDef):
-        bases = ", ".join(ast.unparse(b) for b in node.bases)
-        made = {name: f"class({bases})"}
+        made = {name: _signature(node)}
+        follow = [node.returns] if node.returns else []
+    elif isinstance(node, ast.ClassDef):
+        made = {name: f"class({', '.join(ast.unparse(b) for b in node.bases)})"}
         for part, inner_node in _definitions(node.body).items():
             if part not in words and part != "__init__":
                 continue
@@ -150,8 +198,19 @@ def describe(read: Reader, module: str, name: str, words: set[str]) -> dict[str,
                 made[f"{name}.{part}"] = ast.unparse(inner_node.annotation)
             else:
                 made[f"{name}.{part}"] = "value"
-        return made
-    return {name: "value"}
+        follow = list(node.bases)
+    else:
+        return {name: "value"}
+    if depth < 4:
+        for part_node in follow:
+            text = part_node.value if isinstance(part_node, ast.Constant) else None
+            names = [n.id for n in ast.walk(part_node) if isinstance(n, ast.Name)]
+            for other in [text] if isinstance(text, str) else names:
+                target = _find(read, home, other, frozenset())
+                if target and isinstance(target[1], ast.ClassDef) and other != name:
+                    inner_parts = describe(read, home, other, words, depth + 1)
+                    made = {**inner_parts, **made}
+    return made
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

@@ -18,10 +18,12 @@ from .errors import PatchSetError
 from .fetch import fetch_any, fetch_release, unpack
 from .mailpatch import FilePatch, HunkError, apply_file, split_lines
 from .names import (
+    COMPILED,
     PINNED_BY,
     Reader,
     describe,
     installed_reader,
+    module_file,
     overlay_uses,
     requirement,
 )
@@ -205,7 +207,10 @@ def drift_libraries(ps: PatchSet, old: Reader, new: Reader, report: Report) -> N
             print(f"  {'not checked':<17} {len(wanted)} names: {root} isn't installed")
             continue
         for module, name in wanted:
-            if not describe(read, module, name, set()):
+            source = module_file(read, module)
+            if source is not None and source[1] == COMPILED:
+                print(f"  {'not checked':<17} {module}.{name}: no source")
+            elif not describe(read, module, name, set()):
                 report.line("GONE", f"{module}.{name} (installed {root})")
 
 

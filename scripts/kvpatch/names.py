@@ -17,6 +17,8 @@ THIRD_PARTY = ("flashinfer", "cutlass", "cuda", "triton", "quack")
 # Root package -> the requirement that vLLM pins it with.
 PINNED_BY = {"flashinfer": "flashinfer-python", "cutlass": "nvidia-cutlass-dsl"}
 
+COMPILED = b"# compiled"  # stands for a module without source
+
 Reader = Callable[[str], bytes | None]
 
 
@@ -116,10 +118,9 @@ def _from_module(node: ast.ImportFrom, module: str, path: str) -> str:
     """Return the absolute name of the module that a `from` import reads."""
     if not node.level:
         return node.module or ""
-    parts = (
-        module.split(".") if path.endswith("__init__.py") else module.split(".")[:-1]
-    )
-    parts = parts[: len(parts) - node.level + 1]
+    up = node.level - path.endswith("__init__.py")
+    parts = module.split(".")
+    parts = parts[: len(parts) - up]
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
@@ -244,6 +245,8 @@ def installed_reader(root_package: str) -> Reader | None:
             file = Path(place) / inner
             if file.is_file():
                 return file.read_bytes()
+            if any(file.parent.glob(f"{file.stem}.*.so")):
+                return COMPILED
         return None
 
     return read

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import io
 import tarfile
+import zipfile
 
 import pytest
 from conftest import BACKEND, PIN, SHADOWED
@@ -125,3 +126,22 @@ def test_outcomes_file(tmp_path):
     file = tmp_path / "o.txt"
     file.write_text("# note\npassed t.py::a[x y]\nerror t.py\n")
     assert baseline.read_outcomes(file) == {"t.py::a[x y]": "passed", "t.py": "error"}
+
+
+def test_the_wheels_files(project, tmp_path, capsys):
+    """A wheel holds no tests and no docs: their patches are passed over there."""
+    wheel = tmp_path / "vllm-1.2.3-py3-none-any.whl"
+    files = {p: t for p, t in project.stock.items() if p.startswith("vllm/")}
+    files["vllm-1.2.3.dist-info/METADATA"] = "Name: vllm\nVersion: 1.2.3\n"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    change(
+        project, "UPSTREAM.toml", 'x86_64_sha256 = "00"', f'x86_64_sha256 = "{digest}"'
+    )
+    words = ["--project", str(project.root), "--sdist", str(project.sdist)]
+    assert verify.main([*words, "--wheel", str(wheel)]) == 0
+    said = capsys.readouterr().out
+    assert "series on the wheel: 2 files" in said
+    assert "apply and reverse, wheel: " in said

@@ -53,10 +53,10 @@ def planner(groups, max_requests=1024):
     return module.compile_plan_kernel(groups, max_requests)
 
 
-def combine(groups, rows, use_pdl=False, partial_type="float32"):
+def combine(groups, use_pdl=False, partial_type="float32"):
     module = importlib.import_module(PACKAGE + ".sm90.combine")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return module.compile_combine_kernel(groups, rows, sms, use_pdl, partial_type)
+    return module.compile_combine_kernel(groups, sms, use_pdl, partial_type)
 
 
 def device_plan(lengths, groups, max_requests=1024):
@@ -186,9 +186,9 @@ def check_combine(lengths, groups, rows, use_pdl=False, with_lse=True, dtype=Non
         out = torch.full((lines, LATENT), 7.0, dtype=torch.bfloat16, device="cuda")
         lse = torch.full((lines,), 7.0, device="cuda")
         name = str(dtype).removeprefix("torch.")
-        combine(groups, rows, use_pdl, name)(
+        combine(groups, use_pdl, name)(
             part.data_ptr(), part_lse.data_ptr(), counts.data_ptr(), work.data_ptr(),
-            out.data_ptr(), lse.data_ptr() if with_lse else None, scale, stream(),
+            out.data_ptr(), lse.data_ptr() if with_lse else None, rows, scale, stream(),
         )  # fmt: skip
         results.append((out, lse))
     (out, lse), (again, lse_again) = results
@@ -258,9 +258,9 @@ def time_combine(lengths, groups, rows, use_pdl):
     part, part_lse = partials(groups, rows, splits)
     out = torch.empty(len(lengths) * rows, LATENT, dtype=torch.bfloat16, device="cuda")
     lse = torch.empty(len(lengths) * rows, device="cuda")
-    kernel = combine(groups, rows, use_pdl)
+    kernel = combine(groups, use_pdl)
     arguments = [t.data_ptr() for t in (part, part_lse, counts, work, out, lse)]
-    us = graph_us(lambda: kernel(*arguments, 1.0, stream()))
+    us = graph_us(lambda: kernel(*arguments, rows, 1.0, stream()))
     pieces = sum(last - first + 1 for _, first, last in splits)
     moved = rows * (pieces * (LATENT + 1) * 4 + len(splits) * (LATENT * 2 + 4))
     return us, moved / us / 1e3

@@ -246,9 +246,7 @@ class KvBalancedMla:
                 compile_decode(self.geometry.tile, causal, index), DECODE_KINDS
             )
             self._planner = compile_plan_kernel(self.groups, plan.MAX_REQUESTS)
-            self._combine = compile_combine_kernel(
-                self.groups, self.rows, sms, use_pdl=True
-            )
+            self._combine = compile_combine_kernel(self.groups, sms, use_pdl=True)
 
     def plan(
         self, seq_lens: torch.Tensor, counts: torch.Tensor, work: torch.Tensor
@@ -358,6 +356,7 @@ class KvBalancedMla:
             work.data_ptr(),
             out.data_ptr(),
             lse_ptr,
+            self.rows,
             output_scale,
             stream,
         )

@@ -122,32 +122,20 @@ def finite(reference: Float32):
 
 
 class CombineKernel:
-    """Combine for ``rows`` query rows a request on ``groups`` worker groups."""
+    """Combine on a grid of ``blocks``; rows and worker groups are run-time values."""
 
     def __init__(
-        self,
-        groups: int,
-        rows: int,
-        blocks: int,
-        use_pdl: bool = False,
-        partial_type: str = "float32",
+        self, blocks: int, use_pdl: bool = False, partial_type: str = "float32"
     ):
-        plan.check_plan_shape(0, groups)
         if partial_type not in PARTIAL_TYPES:
             raise ValueError(
                 f"partial_type is {partial_type!r}; allowed are {list(PARTIAL_TYPES)}."
             )
-        if rows < 1 or blocks < 1:
-            raise ValueError(
-                f"rows is {rows} and blocks is {blocks}; both must be at least 1."
-            )
-        self.groups = groups
-        self.rows = rows
+        if blocks < 1:
+            raise ValueError(f"blocks is {blocks}; the grid needs at least 1.")
         self.blocks = blocks
         self.use_pdl = use_pdl
         self.partial_bytes = PARTIAL_TYPES[partial_type]
-        self.few_units = -(-rows // ROWS_PER_FEW_UNIT)
-        self.many_units = rows * UNITS_PER_ROW
 
     @cute.jit
     def __call__(
@@ -158,6 +146,8 @@ class CombineKernel:
         work: cute.Pointer,  # int32 [plan.work_len(groups)]
         out: cute.Pointer,  # words of two bf16 [requests * rows, 256]
         lse: cute.Pointer,  # fp32 [requests * rows], log2
+        groups: Int32,
+        rows: Int32,
         has_lse: Int32,
         output_scale: Float32,
         stream: cuda.CUstream,
@@ -177,7 +167,8 @@ class CombineKernel:
 
         self.shared_storage = SharedStorage
         self.kernel(
-            partials, partial_lse, counts, work, out, lse, has_lse, output_scale
+            partials, partial_lse, counts, work, out, lse, groups, rows, has_lse,
+            output_scale,
         ).launch(
             grid=(self.blocks, 1, 1),
             block=(THREADS, 1, 1),
@@ -186,7 +177,7 @@ class CombineKernel:
             min_blocks_per_mp=BLOCKS_PER_SM,
             preferred_smem_carveout=SHARED_MEMORY_PERCENT,
             use_pdl=self.use_pdl,
-        )
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -197,6 +188,8 @@ class CombineKernel:
         work: cute.Pointer,
         mOut: cute.Pointer,
         mLse: cute.Pointer,
+        groups: Int32,
+        rows: Int32,
         has_lse: Int32,
         output_scale: Float32,
     ):
@@ -217,10 +210,16 @@ class CombineKernel:
 
         splits = mCounts[0]
         if splits > 0:
-            total = self.read_splits(
-                storage, work, sUnit, sRequest, sFirst, sCount, splits, tid, lane, warp
+            mSplit = cute.make_tensor(
+                work + 2 * (groups + 1), cute.make_layout((3, THREADS))
             )
-            for unit in cutlass.range(block, total, self.blocks, unroll=1):
+            self.read_splits(
+                storage, mSplit, sUnit, sRequest, sFirst, sCount, splits, rows, tid,
+                lane, warp,
+            )  # fmt: skip
+            unit = block
+            # The last entry is the total: fewer requests are split than threads.
+            while unit < sUnit[THREADS - 1]:
                 index = Int32(0)
                 step = THREADS // 2
                 while const_expr(step > 0):
@@ -228,7 +227,7 @@ class CombineKernel:
                         index = index + step
                     step = step // 2
                 inner = unit - sUnit[index]
-                split = (sRequest[index], sFirst[index], sCount[index])
+                split = (sRequest[index], sFirst[index], sCount[index], rows)
                 outputs = (mOut, mLse, has_lse, output_scale)
                 if split[2] <= FEW_PARTIALS:
                     self.few(mPart, mPartLse, outputs, split, inner, warp, lane)
@@ -236,30 +235,23 @@ class CombineKernel:
                     self.many(
                         storage, mPart, mPartLse, outputs, split, inner, warp, lane
                     )
+                unit = unit + self.blocks
 
     @cute.jit
     def read_splits(
-        self, storage, work, sUnit, sRequest, sFirst, sCount, splits, tid, lane, warp
-    ):
-        """Bring the split list to shared memory, with each request's first unit.
-
-        Returns:
-            Number of units of all split requests.
-
-        """
-        mWork = cute.make_tensor(
-            work + plan.split_list_offset(self.groups),
-            cute.make_layout((3, THREADS)),
-        )
+        self, storage, mSplit, sUnit, sRequest, sFirst, sCount, splits, rows, tid,
+        lane, warp,
+    ):  # fmt: skip
+        """Bring the split list to shared memory, with each request's first unit."""
         sWarpUnits = storage.warp_units.get_tensor(cute.make_layout(WARPS))
         units = Int32(0)
         if tid < splits:
-            first = mWork[1, tid]
-            count = mWork[2, tid] - first + 1
-            units = Int32(self.few_units)
+            first = mSplit[1, tid]
+            count = mSplit[2, tid] - first + 1
+            units = (rows + (ROWS_PER_FEW_UNIT - 1)) // ROWS_PER_FEW_UNIT
             if count > FEW_PARTIALS:
-                units = Int32(self.many_units)
-            sRequest[tid] = mWork[0, tid]
+                units = rows * UNITS_PER_ROW
+            sRequest[tid] = mSplit[0, tid]
             sFirst[tid] = first
             sCount[tid] = count
         inclusive = inclusive_scan(units, lane)
@@ -267,15 +259,12 @@ class CombineKernel:
             sWarpUnits[warp] = inclusive
         cute.arch.sync_threads()
         before = Int32(0)
-        total = Int32(0)
         for i in cutlass.range_constexpr(WARPS):
-            if warp == i:
-                before = total
-            total = total + sWarpUnits[i]
+            if i < warp:
+                before = before + sWarpUnits[i]
         # Threads without a split hold the total, which no unit reaches.
         sUnit[tid] = before + inclusive - units
         cute.arch.sync_threads()
-        return total
 
     @cute.jit
     def gather(
@@ -292,26 +281,27 @@ class CombineKernel:
             outputs (fp32 registers, ``VECTOR * bands``).
 
         """
-        _, first, count = split
+        _, first, count, rows = split
         tAcc = cute.make_rmem_tensor((VECTOR * bands,), Float32)
         tAcc.fill(0.0)
         maximum = -Float32.inf
         total = Float32(0.0)
-        line = Int64(2 * first) * self.rows + row
-        stride = 2 * self.rows  # lines from one group's slots to the next group's
-        outputs = mPart.toint() + self.partial_bytes * (line * LATENT + column)
-        lses = mPartLse.toint() + 4 * line
+        # Lines of partials fit 32 bits: 2 x groups x rows is bounded by the device.
+        line = 2 * first * rows + row
+        stride = 2 * rows  # lines from one group's slots to the next group's
+        outputs = mPart.toint() + self.partial_bytes * column
+        lses = mPartLse.toint()
         for base in cutlass.range(begin, count, step * batch, unroll=1):
             tLoad = cute.make_rmem_tensor((VECTOR * bands * batch,), Float32)
             tLse = cute.make_rmem_tensor((batch,), Float32)
             for i in cutlass.range_constexpr(batch):
                 index = base + i * step
                 valid = Int32(index < count)
-                offset = Int64(index) * stride
+                source = line + index * stride
                 if index == 0:
-                    offset = Int64(self.rows)
-                tLse[i] = load_lse(lses + 4 * offset, valid)
-                address = outputs + offset * (self.partial_bytes * LATENT)
+                    source = line + rows
+                tLse[i] = load_lse(lses + 4 * Int64(source), valid)
+                address = outputs + Int64(source) * (self.partial_bytes * LATENT)
                 for b in cutlass.range_constexpr(bands):
                     values = load_vector(
                         address + b * BAND * self.partial_bytes,
@@ -351,16 +341,15 @@ class CombineKernel:
         """A unit of 4 rows: this warp merges 256 columns of one."""
         mOut, mLse, has_lse, output_scale = outputs
         bands_per_row = LATENT // (BAND * FEW_BANDS)
-        item = unit * WARPS + warp
-        row = item // bands_per_row
-        column = (item % bands_per_row) * (BAND * FEW_BANDS) + lane * VECTOR
-        if row < self.rows:
+        row = unit * ROWS_PER_FEW_UNIT + warp // bands_per_row
+        column = (warp % bands_per_row) * (BAND * FEW_BANDS) + lane * VECTOR
+        line = split[0] * split[3] + row  # fits 32 bits: 4096 requests of 2**17 rows
+        if row < split[3]:
             maximum, total, tAcc = self.gather(
                 mPart, mPartLse, split, row, column, Int32(0), 1, FEW_BANDS, FEW_BATCH
             )
             lse, factor = self.finish(maximum, total, output_scale)
-            line = Int64(split[0]) * self.rows + row
-            address = mOut.toint() + 2 * (line * LATENT + column)
+            address = mOut.toint() + 2 * (Int64(line) * LATENT + column)
             for b in cutlass.range_constexpr(FEW_BANDS):
                 store_words(
                     address + 2 * b * BAND,
@@ -406,9 +395,9 @@ class CombineKernel:
                 low = fma(weight, sOutput[column, i], low)
                 high = fma(weight, sOutput[column + 1, i], high)
             lse, factor = self.finish(maximum, total, output_scale)
-            line = Int64(split[0]) * self.rows + row
+            line = split[0] * split[3] + row
             mWord = cute.make_tensor(
-                mOut + (line * LATENT + band + column) // 2, cute.make_layout(1)
+                mOut + (Int64(line) * LATENT + band + column) // 2, cute.make_layout(1)
             )
             mWord[0] = pack_bf16x2(low * factor, high * factor)
             if (has_lse != 0) & (band + column == 0):
@@ -416,31 +405,37 @@ class CombineKernel:
         cute.arch.sync_threads()
 
 
+@cache
+def _compile(blocks: int, use_pdl: bool, partial_type: str):
+    """The compiled function; it serves every number of rows and worker groups."""
+
+    def pointer(dtype, align):
+        return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=align)
+
+    return cute.compile(
+        CombineKernel(blocks, use_pdl, partial_type),
+        pointer(Float32, 16),
+        pointer(Float32, 4),
+        pointer(Int32, 4),
+        pointer(Int32, 4),
+        pointer(Uint32, 16),
+        pointer(Float32, 4),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        Float32(1.0),
+        make_fake_stream(),
+    )
+
+
 class CompiledCombine:
-    """A compiled combine; see ``compile_combine_kernel``."""
+    """A compiled combine for one number of groups; see ``compile_combine_kernel``."""
 
-    def __init__(
-        self, groups: int, rows: int, blocks: int, use_pdl: bool, partial_type: str
-    ):
+    def __init__(self, groups: int, blocks: int, use_pdl: bool, partial_type: str):
+        plan.check_plan_shape(0, groups)
         self.groups = groups
-        self.rows = rows
-
-        def pointer(dtype, align):
-            return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=align)
-
-        self.compiled = cute.compile(
-            CombineKernel(groups, rows, blocks, use_pdl, partial_type),
-            pointer(Float32, 16),
-            pointer(Float32, 4),
-            pointer(Int32, 4),
-            pointer(Int32, 4),
-            pointer(Uint32, 16),
-            pointer(Float32, 4),
-            Int32(1),
-            Float32(1.0),
-            make_fake_stream(),
-        )
-        self._launch = Launcher(self.compiled, "ppppppifp")
+        self.compiled = _compile(blocks, use_pdl, partial_type)
+        self._launch = Launcher(self.compiled, "ppppppiiifp")
 
     def __call__(
         self,
@@ -450,6 +445,7 @@ class CompiledCombine:
         work_ptr: int,
         out_ptr: int,
         lse_ptr: int | None,
+        rows: int,
         output_scale: float,
         stream: int,
     ) -> None:
@@ -462,6 +458,7 @@ class CompiledCombine:
             work_ptr: int32 ``[plan.work_len(groups)]`` of the plan.
             out_ptr: bf16 ``[requests * rows, 512]``, 16-byte aligned.
             lse_ptr: fp32 ``[requests * rows]``, or None to write no LSE.
+            rows: Query rows of a request, heads x query length.
             output_scale: Factor of the merged output.
             stream: Handle of the CUDA stream.
 
@@ -469,31 +466,30 @@ class CompiledCombine:
         has_lse = lse_ptr is not None
         self._launch(
             partials_ptr, partial_lse_ptr, counts_ptr, work_ptr, out_ptr,
-            lse_ptr if has_lse else 0, has_lse, output_scale, stream,
+            lse_ptr if has_lse else 0, self.groups, rows, has_lse, output_scale, stream,
         )  # fmt: skip
 
 
 @cache
 def compile_combine_kernel(
     groups: int,
-    rows: int,
     num_sms: int,
     use_pdl: bool = False,
     partial_type: str = "float32",
 ) -> CompiledCombine:
-    """Compile the combine once per shape.
+    """The combine of plans with ``groups`` worker groups, for any number of rows.
+
+    All numbers of groups share one compilation.
 
     Args:
         groups: Worker groups of the plan.
-        rows: Query rows of a request, heads x query length.
         num_sms: Multiprocessors of the device; sets the size of the grid.
         use_pdl: Launch with programmatic dependent launch: the block's start overlaps
             the end of the decode kernel.
         partial_type: Type of the partial outputs, a key of ``PARTIAL_TYPES``.
 
     Raises:
-        ValueError: A shape or type that the kernel does not serve.
+        ValueError: A number of groups or a type that the kernel does not serve.
 
     """
-    blocks = num_sms * BLOCKS_PER_SM
-    return CompiledCombine(groups, rows, blocks, use_pdl, partial_type)
+    return CompiledCombine(groups, num_sms * BLOCKS_PER_SM, use_pdl, partial_type)

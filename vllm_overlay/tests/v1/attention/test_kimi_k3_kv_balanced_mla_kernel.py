@@ -117,6 +117,7 @@ def make_case(
         sink: Give request's key 0 half of the weight of every row.
         score_std: Standard deviation of the scores in log2 units.
         seed: Seed of everything drawn.
+
     """
     gen = torch.Generator(DEVICE).manual_seed(seed)
     blocks = [max(-(-n // block_size), 1) for n in lens]
@@ -182,6 +183,7 @@ def attend(q, keys, bound, scale):
 
     Returns:
         Output, log2 LSE and the largest score (log2 units, absolute) of each row.
+
     """
     rows = q.shape[0]
     if keys.shape[0] == 0:
@@ -197,7 +199,9 @@ def attend(q, keys, bound, scale):
     return p @ keys[:, :LATENT], lse, largest
 
 
-def run(case: Case, causal=True, lens=None, causal_lens=None, cp=(1, 0, 1), scales=(1, 1)):
+def run(
+    case: Case, causal=True, lens=None, causal_lens=None, cp=(1, 0, 1), scales=(1, 1)
+):
     """Plan and decode with every buffer poisoned first: output and log2 LSE."""
     k = kernel(case.heads, case.qlen, causal)
     lens = torch.tensor(case.lens if lens is None else lens, dtype=torch.int32).to(
@@ -335,7 +339,9 @@ def test_the_split_does_not_change_the_answer():
         alone.table[0, :blocks].long()
     ]
     out_full, lse_full = run(full)
-    gap = (out_full[:8].double() - out_alone.double()).norm() / out_alone.double().norm()
+    gap = (
+        out_full[:8].double() - out_alone.double()
+    ).norm() / out_alone.double().norm()
     assert gap < 0.005, gap
     assert (lse_full[:8] - lse_alone).abs().max() < 0.002
 
@@ -381,7 +387,13 @@ def shard(case: Case, world: int, rank: int, interleave: int) -> tuple[Case, lis
             table[r, :count] = torch.arange(first, first + count)
         first += count
     part = Case(
-        case.heads, case.qlen, lens, case.q, cache.view(FP8), table.to(DEVICE), case.scale
+        case.heads,
+        case.qlen,
+        lens,
+        case.q,
+        cache.view(FP8),
+        table.to(DEVICE),
+        case.scale,
     )
     return part, lens
 
@@ -398,7 +410,28 @@ def merge(outs, lses):
 
 
 def test_dcp_shards_merge_to_the_whole():
-    lens = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 129, 511, 515, 1024, 4095, 4097]
+    lens = [
+        0,
+        1,
+        2,
+        3,
+        7,
+        8,
+        9,
+        15,
+        16,
+        17,
+        63,
+        64,
+        65,
+        127,
+        129,
+        511,
+        515,
+        1024,
+        4095,
+        4097,
+    ]
     for world in (2, 4, 8):
         for interleave in (1, 16, 64):
             for qlen in (1, 5, 8):
@@ -425,7 +458,9 @@ def test_dcp_without_a_mask():
     outs, lses = [], []
     for rank in range(4):
         part, local = shard(case, 4, rank, 1)
-        out, lse = run(part, causal=False, lens=local, causal_lens=lens, cp=(4, rank, 1))
+        out, lse = run(
+            part, causal=False, lens=local, causal_lens=lens, cp=(4, rank, 1)
+        )
         outs.append(out)
         lses.append(lse)
     error, _, lse_error = compare(case, *merge(outs, lses), causal=False)
@@ -447,7 +482,9 @@ def test_saturated_values_and_dominant_keys():
     case.cache.view(torch.uint8)[case.table[2, 70].long(), 9] = 0xFE  # -448
     check(case, max_error=0.05)
     for score_std in (0.01, 6.0, 20.0):
-        check(make_case(12, 8, [1, 64, 1000, 9000], score_std=score_std), max_error=0.05)
+        check(
+            make_case(12, 8, [1, 64, 1000, 9000], score_std=score_std), max_error=0.05
+        )
 
 
 def test_graph_follows_lengths_and_live_requests():
@@ -467,7 +504,16 @@ def test_graph_follows_lengths_and_live_requests():
     def step():
         k.plan(lens, counts, work)
         return k.decode(
-            case.q, case.cache, table, lens, case.scale, 1.0, counts, work, workspace, lse
+            case.q,
+            case.cache,
+            table,
+            lens,
+            case.scale,
+            1.0,
+            counts,
+            work,
+            workspace,
+            lse,
         )
 
     step()
@@ -475,7 +521,15 @@ def test_graph_follows_lengths_and_live_requests():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
-    for live, length in ((1, 64), (2, 8192), (15, 500), (16, 8191), (16, 1), (0, 0), (3, 64)):
+    for live, length in (
+        (1, 64),
+        (2, 8192),
+        (15, 500),
+        (16, 8191),
+        (16, 1),
+        (0, 0),
+        (3, 64),
+    ):
         now = [max(length - 37 * i, 1) for i in range(live)] + [0] * (slots - live)
         lens.copy_(torch.tensor(now, dtype=torch.int32))
         table.copy_(case.table)
@@ -494,16 +548,23 @@ def test_caches_beyond_2_and_4_gib():
     for block_size, gib in ((64, 2), (64, 4), (1536, 2), (1536, 4)):
         stride = block_size * DIM
         first_beyond = (gib << 30) // stride + 1
-        pool = torch.empty((first_beyond + 3) * stride, dtype=torch.uint8, device=DEVICE)
+        pool = torch.empty(
+            (first_beyond + 3) * stride, dtype=torch.uint8, device=DEVICE
+        )
         cache = pool.view(-1, block_size, DIM)
         small = make_case(12, 8, [block_size * 3 - 5], block_size)
         where = torch.tensor([first_beyond - 1, first_beyond, first_beyond + 2])
-        cache[where.to(DEVICE)] = small.cache.view(torch.uint8)[small.table[0, :3].long()]
+        cache[where.to(DEVICE)] = small.cache.view(torch.uint8)[
+            small.table[0, :3].long()
+        ]
         out, lse = run(small)
         table = where.int().view(1, 3).to(DEVICE)
         far = Case(12, 8, small.lens, small.q, cache.view(FP8), table, small.scale)
         out_far, lse_far = run(far)
-        assert torch.equal(out, out_far) and torch.equal(lse, lse_far), (block_size, gib)
+        assert torch.equal(out, out_far) and torch.equal(lse, lse_far), (
+            block_size,
+            gib,
+        )
         del pool, cache, far
 
 
@@ -535,8 +596,14 @@ def main() -> int:
     for name in names:
         began = time.time()
         try:
-            note = tests[name](*([60.0] if "--soak" in sys.argv and
-                                 inspect.signature(tests[name]).parameters else []))
+            note = tests[name](
+                *(
+                    [60.0]
+                    if "--soak" in sys.argv
+                    and inspect.signature(tests[name]).parameters
+                    else []
+                )
+            )
             print(f"PASSED {name} {time.time() - began:.1f} s {note or ''}", flush=True)
         except Exception as error:
             failed += 1

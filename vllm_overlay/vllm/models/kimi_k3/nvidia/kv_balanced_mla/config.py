@@ -48,6 +48,7 @@ class DecodeTile:
         cluster: Thread blocks that share one KV stream (1 or 2).
         kv_stages: Shared-memory stages of ``TILE_TOKENS`` tokens.
         p_stages: Buffers for the probabilities of one tile; an even number.
+
     """
 
     rows_per_cta: int
@@ -126,6 +127,7 @@ class DecodeGeometry:
         heads: Query heads of one token.
         qlen: Query tokens of one request.
         tile: The compiled tile.
+
     """
 
     heads: int

@@ -28,13 +28,16 @@ MAX_QLEN = 128
 _SM90 = (9, 0)
 
 
-def check_shape(heads: int, qlen: int, device: torch.device | None = None) -> str | None:
+def check_shape(
+    heads: int, qlen: int, device: torch.device | None = None
+) -> str | None:
     """Why the kernel can't run a shape on a device, or None if it can.
 
     Args:
         heads: Query heads of one token (under DCP: of all ranks together).
         qlen: Query tokens of one request.
         device: A CUDA device; None checks the shape alone.
+
     """
     if not 1 <= heads <= MAX_HEADS:
         return f"{heads} heads; allowed are 1 to {MAX_HEADS}"
@@ -102,6 +105,7 @@ def work_list_len(heads: int, qlen: int, max_requests: int, clusters: int) -> in
         qlen: Query tokens of one request.
         max_requests: Not used: the list is as long as the workers, not the batch.
         clusters: Value of ``max_active_clusters``.
+
     """
     del max_requests
     return plan.work_len(worker_groups(choose_geometry(heads, qlen), clusters))
@@ -126,6 +130,7 @@ def workspace_bytes(
         qlen: Query tokens of one request.
         max_requests: Not used.
         device: The CUDA device; default the current one.
+
     """
     del max_requests
     geometry = choose_geometry(heads, qlen)
@@ -144,6 +149,7 @@ def compile_decode(tile: DecodeTile, causal: bool, device_index: int = 0):
 
     Returns:
         The DSL's compiled function; ``DECODE_KINDS`` gives its argument types.
+
     """
     del device_index  # a loaded function belongs to one device: part of the key only
     import cutlass  # noqa: F401  (the DSL registers itself on import)
@@ -205,6 +211,7 @@ class KvBalancedMla:
     Raises:
         ValueError: The shape does not run on the device, or ``max_requests`` does not
             fit one plan.
+
     """
 
     def __init__(
@@ -257,6 +264,7 @@ class KvBalancedMla:
             seq_lens: KV lengths of this rank in tokens, int32 ``[requests]``.
             counts: int32 ``[counts_len()]``, written.
             work: int32, at least ``work_list_len(...)`` entries, written.
+
         """
         self._planner.launch(seq_lens, counts, work, _stream(self.device))
 
@@ -295,6 +303,7 @@ class KvBalancedMla:
 
         Returns:
             ``[requests * qlen, heads, 512]`` bf16.
+
         """
         requests = block_table.shape[0]
         _, block_size, width = cache.shape

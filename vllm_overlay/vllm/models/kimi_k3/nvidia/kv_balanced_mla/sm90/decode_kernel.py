@@ -28,14 +28,13 @@ A row that sees nothing gets output 0 and LSE -inf; a request of length 0 is vis
 one group, which writes that.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..config import (
@@ -46,12 +45,12 @@ from ..config import (
     ROPE,
     TILE_TOKENS,
     UNIT_TILES,
-    UNIT_TOKENS,
     WARPGROUP_THREADS,
     DecodeTile,
 )
 from .output import OutputRole
 from .producer import ProducerRole
+from .role import SharedMemory
 from .softmax import SoftmaxRole
 
 FP8 = cutlass.Float8E4M3FN
@@ -59,62 +58,13 @@ OUTPUT_WARPS = 8
 SOFTMAX_WARPS = 4
 
 
-@dataclass(frozen=True)
-class SharedMemory:
-    """The block's shared memory as the roles see it: barriers, tensors, addresses."""
-
-    full: Any
-    empty: Any
-    p_full: Any
-    p_empty: Any
-    l_full: Any
-    l_empty: Any
-    sAlpha: Any
-    sFlag: Any
-    sInverse: Any
-    sP: Any
-    sK: Any
-    sKr: Any
-    p_base: Any
-    k_base: Any
-    flag_base: Any
-
-
 class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
-    """One compiled shape: tile and causality are compile-time facts; heads and query tokens are not."""
+    """One compiled tile; heads and query tokens are run-time values."""
 
     def __init__(self, tile: DecodeTile, causal: bool):
-        self.tile = tile
-        self.causal = causal
+        super().__init__(tile, causal)
+        self.shared_storage: Any = None
         self.entry_registers = 65536 // NUM_THREADS // 8 * 8
-
-    @cute.jit
-    def advance(self, stage, phase, stages: cutlass.Constexpr):
-        """Next stage of a ring of ``stages`` and its phase bit."""
-        stage = stage + 1
-        if stage == stages:
-            stage = Int32(0)
-            phase = phase ^ 1
-        return stage, phase
-
-    @cute.jit
-    def segment(self, seg, request):
-        """This group's piece of ``request``: KV length, units, partial slot or -1."""
-        first, first_unit, _, last, last_unit, mLens, _, _, group, _ = seg
-        length = cutlass.max(mLens[request], 0)
-        units = (length + (UNIT_TOKENS - 1)) // UNIT_TOKENS
-        begin = Int32(0)
-        end = units
-        if request == first:
-            begin = first_unit
-        if request == last:
-            end = last_unit
-        slot = Int32(-1)
-        if begin > 0:
-            slot = 2 * group
-        elif end < units:
-            slot = 2 * group + 1
-        return length, begin, end, slot
 
     def mma_pair(self, n: int):
         """``(overwriting, accumulating)`` m64 ``n`` k32 FP8 MMAs, A in registers.
@@ -124,26 +74,20 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         """
         pair = tuple(
             sm90_utils.make_trivial_tiled_mma(
-                FP8, FP8, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1),
-                (64, n), warpgroup.OperandSource.RMEM,
+                FP8,
+                FP8,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+                Float32,
+                (1, 1, 1),
+                (64, n),
+                warpgroup.OperandSource.RMEM,
             )
             for _ in range(2)
         )
         for mma, accumulate in zip(pair, (False, True)):
             mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         return pair
-
-    @cute.jit
-    def release_kv(self, ctx: cutlass.Constexpr, stage):
-        """This warp is done with a KV stage: tell the producers of the cluster."""
-        cute.arch.sync_warp()
-        lane = cute.arch.lane_idx()
-        if const_expr(self.tile.cluster == 1):
-            if lane == 0:
-                cute.arch.mbarrier_arrive(ctx.empty + stage)
-        else:
-            if lane < self.tile.cluster:
-                cute.arch.mbarrier_arrive(ctx.empty + stage, lane)
 
     @cute.jit
     def __call__(
@@ -207,11 +151,17 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         else:
             load = cpasync.CopyBulkTensorTileG2SOp()
         k_atom, k_source = cpasync.make_tiled_tma_atom(
-            load, mK, cute.slice_(k_layout, (None, None, 0)), (TILE_TOKENS, LATENT),
+            load,
+            mK,
+            cute.slice_(k_layout, (None, None, 0)),
+            (TILE_TOKENS, LATENT),
             num_multicast=cluster,
         )
         kr_atom, kr_source = cpasync.make_tiled_tma_atom(
-            load, mKr, cute.slice_(kr_layout, (None, None, 0)), (TILE_TOKENS, ROPE),
+            load,
+            mKr,
+            cute.slice_(kr_layout, (None, None, 0)),
+            (TILE_TOKENS, ROPE),
             num_multicast=cluster,
         )
 
@@ -236,10 +186,32 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
 
         self.shared_storage = SharedStorage
         self.kernel(
-            k_atom, k_source, kr_atom, kr_source, k_layout, kr_layout, p_layout,
-            q, mTable, lens, causal_lens, work, partials, partial_lse, out, lse,
-            block_size // TILE_TOKENS, heads, qlen, row_chunks, has_lse, cp_world, cp_rank, cp_interleave,
-            scale_log2, output_scale,
+            k_atom,
+            k_source,
+            kr_atom,
+            kr_source,
+            k_layout,
+            kr_layout,
+            p_layout,
+            q,
+            mTable,
+            lens,
+            causal_lens,
+            work,
+            partials,
+            partial_lse,
+            out,
+            lse,
+            block_size // TILE_TOKENS,
+            heads,
+            qlen,
+            row_chunks,
+            has_lse,
+            cp_world,
+            cp_rank,
+            cp_interleave,
+            scale_log2,
+            output_scale,
         ).launch(
             grid=(groups * row_chunks * cluster, 1, 1),
             block=(NUM_THREADS, 1, 1),
@@ -338,8 +310,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        # (first request, its first unit, one past the last request visited, request
-        # and unit of the end boundary, lengths, global lengths, cp, group)
+        # ``seg`` of role.py.
         mBounds = cute.make_tensor(mWork + 2 * group, cute.make_layout(4))
         last = mBounds[2]
         last_unit = mBounds[3]
@@ -349,27 +320,46 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         lens = cute.make_tensor(mLens, cute.make_layout(1 << 20))
         causal = cute.make_tensor(mCausalLens, cute.make_layout(1 << 20))
         seg = (
-            mBounds[0], mBounds[1], end, last, last_unit, lens, causal,
-            (cp_world, cp_rank, cp_interleave), group, (heads, qlen, heads * qlen),
+            mBounds[0],
+            mBounds[1],
+            end,
+            last,
+            last_unit,
+            lens,
+            causal,
+            (cp_world, cp_rank, cp_interleave),
+            group,
+            (heads, qlen, heads * qlen),
         )
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                source = cute.local_tile(k_source, (TILE_TOKENS, LATENT), (None, 0, None))
+                source = cute.local_tile(
+                    k_source, (TILE_TOKENS, LATENT), (None, 0, None)
+                )
                 source_r = cute.local_tile(
                     kr_source, (TILE_TOKENS, ROPE), (None, 0, None)
                 )
                 peers = cute.make_layout(tile.cluster)
                 dst, src = cpasync.tma_partition(
-                    k_atom, rank, peers, cute.group_modes(ctx.sK, 0, 2),
+                    k_atom,
+                    rank,
+                    peers,
+                    cute.group_modes(ctx.sK, 0, 2),
                     cute.group_modes(source, 0, 2),
                 )
                 dst_r, src_r = cpasync.tma_partition(
-                    kr_atom, rank, peers, cute.group_modes(ctx.sKr, 0, 2),
+                    kr_atom,
+                    rank,
+                    peers,
+                    cute.group_modes(ctx.sKr, 0, 2),
                     cute.group_modes(source_r, 0, 2),
                 )
                 self.produce(
-                    ctx, (k_atom, src, dst, kr_atom, src_r, dst_r), seg, mTable,
+                    ctx,
+                    (k_atom, src, dst, kr_atom, src_r, dst_r),
+                    seg,
+                    mTable,
                     block_tiles,
                 )
         elif warpgroup_index == 1:
@@ -378,7 +368,15 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             else:
                 cute.arch.setmaxregister_decrease(tile.softmax_registers)
             self.softmax(
-                ctx, self.mma_pair(TILE_TOKENS), mQ, mLse, mPartLse, seg, scale_log2, has_lse, row_base,
+                ctx,
+                self.mma_pair(TILE_TOKENS),
+                mQ,
+                mLse,
+                mPartLse,
+                seg,
+                scale_log2,
+                has_lse,
+                row_base,
                 tid % WARPGROUP_THREADS,
             )
         else:
@@ -387,7 +385,14 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             else:
                 cute.arch.setmaxregister_decrease(tile.output_registers)
             self.output(
-                ctx, self.mma_pair(tile.rows_per_cta // tile.n_split), mOut, mPart, seg, output_scale, row_base, warpgroup_index - 2,
+                ctx,
+                self.mma_pair(tile.rows_per_cta // tile.n_split),
+                mOut,
+                mPart,
+                seg,
+                output_scale,
+                row_base,
+                warpgroup_index - 2,
                 tid % WARPGROUP_THREADS,
             )
         # No block may leave while its peer can still write or arrive here.

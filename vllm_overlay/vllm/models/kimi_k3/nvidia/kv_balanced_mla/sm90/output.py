@@ -22,28 +22,33 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..config import LATENT, OUTPUT_M_TILES, TILE_TOKENS, UNIT_TILES, UNIT_TOKENS
 from .ptx import ldmatrix_x4_trans, or_of_four, pack_bf16x2
+from .role import Role
 
 TILE_K_STEPS = TILE_TOKENS // 32
 UNIT_K_STEPS = UNIT_TOKENS // 32
 LATENT_STAGE_BYTES = TILE_TOKENS * LATENT
 
 
-class OutputRole:
+class OutputRole(Role):
     """Mixin of ``DecodeKernel``: the two output warpgroups."""
 
     @cute.jit
     def load_v(
-        self, tA, slots, m_tile: cutlass.Constexpr, offsets, half, first: cutlass.Constexpr,
+        self,
+        tA,
+        slots,
+        m_tile: cutlass.Constexpr,
+        offsets,
+        half,
+        first: cutlass.Constexpr,
         count: cutlass.Constexpr,
     ):
         """Transpose ``count`` tiles' V columns of ``m_tile`` into A fragments.
 
-        Args:
-            tA: Fragment words, four a k step.
-            slots: Shared-memory byte addresses of the unit's tiles.
-            offsets: This lane's byte offset for even and for odd m tiles.
-            half: Byte offset of the warpgroup's first column chunk.
-            first: First of the tiles in ``slots``.
+        ``tA`` gets four words a k step; ``slots`` are the shared-memory addresses of
+        the unit's tiles, ``offsets`` this lane's for even and for odd m tiles, ``half``
+        that of the warpgroup's first column chunk, ``first`` the first of the tiles.
+
         """
         chunk = half + (m_tile // 2) * (TILE_TOKENS * 128)
         for i in cutlass.range_constexpr(count):
@@ -75,8 +80,18 @@ class OutputRole:
 
     @cute.jit
     def fast_unit(
-        self, ctx: cutlass.Constexpr, pv: cutlass.Constexpr, tAcc: cutlass.Constexpr, tTmp,
-        tA, tP: cutlass.Constexpr, slots, stages, p_unit, offsets, half,
+        self,
+        ctx: cutlass.Constexpr,
+        pv: cutlass.Constexpr,
+        tAcc: cutlass.Constexpr,
+        tTmp,
+        tA,
+        tP: cutlass.Constexpr,
+        slots,
+        stages,
+        p_unit,
+        offsets,
+        half,
     ):
         """A whole unit: four k steps into a temporary, then one fp32 add.
 
@@ -91,9 +106,13 @@ class OutputRole:
                 for k in cutlass.range_constexpr(UNIT_K_STEPS):
                     mma = pv[0] if const_expr(k == 0) else pv[1]
                     cute.gemm(
-                        mma, tTmp, tA[None, None, k],
+                        mma,
+                        tTmp,
+                        tA[None, None, k],
                         tP[q][
-                            None, None, k % TILE_K_STEPS,
+                            None,
+                            None,
+                            k % TILE_K_STEPS,
                             UNIT_TILES * p_unit + k // TILE_K_STEPS,
                         ],
                         tTmp,
@@ -110,9 +129,20 @@ class OutputRole:
 
     @cute.jit
     def slow_tile(
-        self, ctx: cutlass.Constexpr, pv: cutlass.Constexpr, tAcc: cutlass.Constexpr, tTmp,
-        tA, tP: cutlass.Constexpr, slots, tile: cutlass.Constexpr, p_unit, valid,
-        offsets, half, lane,
+        self,
+        ctx: cutlass.Constexpr,
+        pv: cutlass.Constexpr,
+        tAcc: cutlass.Constexpr,
+        tTmp,
+        tA,
+        tP: cutlass.Constexpr,
+        slots,
+        tile: cutlass.Constexpr,
+        p_unit,
+        valid,
+        offsets,
+        half,
+        lane,
     ):
         """One tile with rescaled accumulators and V masked at ``valid`` tokens."""
         tAw = cute.recast_tensor(tA, Uint32)
@@ -127,8 +157,11 @@ class OutputRole:
                 for k in cutlass.range_constexpr(TILE_K_STEPS):
                     mma = pv[0] if const_expr(k == 0) else pv[1]
                     cute.gemm(
-                        mma, tTmp, tA[None, None, k],
-                        tP[q][None, None, k, UNIT_TILES * p_unit + tile], tTmp,
+                        mma,
+                        tTmp,
+                        tA[None, None, k],
+                        tP[q][None, None, k, UNIT_TILES * p_unit + tile],
+                        tTmp,
                     )
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
@@ -138,7 +171,9 @@ class OutputRole:
                     for j in cutlass.range_constexpr(2):
                         alpha = Float32(1.0)
                         if moved != 0:
-                            alpha = ctx.sAlpha[block * 8 + 2 * (lane % 4) + j, tile, p_unit]
+                            alpha = ctx.sAlpha[
+                                block * 8 + 2 * (lane % 4) + j, tile, p_unit
+                            ]
                         for h in cutlass.range_constexpr(2):
                             i = 4 * b + 2 * h + j
                             acc = tAcc[m][q * size + i]
@@ -146,15 +181,24 @@ class OutputRole:
 
     @cute.jit
     def write_output(
-        self, ctx: cutlass.Constexpr, tAcc: cutlass.Constexpr, mOut, mPart, request,
-        total_rows, slot, row_base, column, output_scale, lane,
+        self,
+        ctx: cutlass.Constexpr,
+        tAcc: cutlass.Constexpr,
+        mOut,
+        mPart,
+        request,
+        total_rows,
+        slot,
+        row_base,
+        column,
+        output_scale,
+        lane,
     ):
         """Store this thread's output: bf16 result, or fp32 partial for the combine.
 
-        Args:
-            mOut: Result as words of two bf16, ``[requests * rows, 256]``.
-            mPart: fp32 partials ``[slots, rows, 512]``, normalised.
-            column: First latent column of this thread, even.
+        ``mOut`` holds words of two bf16, ``[requests * rows, 256]``, ``mPart`` fp32
+        ``[slots, rows, 512]``, normalised; ``column`` is this thread's first one, even.
+
         """
         tile_rows = self.tile.rows_per_cta
         for b in cutlass.range_constexpr(tile_rows // 8):
@@ -174,8 +218,10 @@ class OutputRole:
                     else:
                         mWord = cute.make_tensor(
                             mOut
-                            + (Int64(request * total_rows + row) * (LATENT // 2)
-                               + column // 2),
+                            + (
+                                Int64(request * total_rows + row) * (LATENT // 2)
+                                + column // 2
+                            ),
                             cute.make_layout(LATENT // 2),
                         )
                         factor = inverse * output_scale
@@ -187,14 +233,22 @@ class OutputRole:
 
     @cute.jit
     def output(
-        self, ctx: cutlass.Constexpr, pv: cutlass.Constexpr, mOut, mPart, seg, output_scale,
-        row_base, half_index, tid,
+        self,
+        ctx: cutlass.Constexpr,
+        pv: cutlass.Constexpr,
+        mOut,
+        mPart,
+        seg,
+        output_scale,
+        row_base,
+        half_index,
+        tid,
     ):
         """An output warpgroup's loop over segments.
 
-        Args:
-            row_base: First row of this block within a request.
-            half_index: 0 or 1, which 256 latent columns this warpgroup owns.
+        ``row_base`` is the first row of this block within a request, ``half_index`` (0
+        or 1) says which 256 latent columns this warpgroup owns.
+
         """
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -211,7 +265,8 @@ class OutputRole:
             thr.make_fragment_B(
                 thr.partition_B(
                     cute.local_tile(
-                        ctx.sP, (rows // split, TILE_TOKENS, self.tile.p_stages),
+                        ctx.sP,
+                        (rows // split, TILE_TOKENS, self.tile.p_stages),
                         (q, 0, 0),
                     )
                 )
@@ -250,15 +305,34 @@ class OutputRole:
                 )
                 if (moved == 0) & ((unit + 1) * UNIT_TOKENS <= length):
                     self.fast_unit(
-                        ctx, pv, tAcc, tTmp, tA, tP, slots, (stage0, stage1), p_unit,
-                        offsets, half,
+                        ctx,
+                        pv,
+                        tAcc,
+                        tTmp,
+                        tA,
+                        tP,
+                        slots,
+                        (stage0, stage1),
+                        p_unit,
+                        offsets,
+                        half,
                     )
                 else:
                     for i in cutlass.range_constexpr(UNIT_TILES):
                         self.slow_tile(
-                            ctx, pv, tAcc, tTmp, tA, tP, slots, i, p_unit,
+                            ctx,
+                            pv,
+                            tAcc,
+                            tTmp,
+                            tA,
+                            tP,
+                            slots,
+                            i,
+                            p_unit,
                             length - unit * UNIT_TOKENS - i * TILE_TOKENS,
-                            offsets, half, lane,
+                            offsets,
+                            half,
+                            lane,
                         )
                     self.release_kv(ctx, stage0)
                     self.release_kv(ctx, stage1)
@@ -269,7 +343,16 @@ class OutputRole:
             cute.arch.mbarrier_wait(ctx.l_full, l_phase)
             l_phase = l_phase ^ 1
             self.write_output(
-                ctx, tAcc, mOut, mPart, request, seg[9][2], slot, row_base, column, output_scale,
+                ctx,
+                tAcc,
+                mOut,
+                mPart,
+                request,
+                seg[9][2],
+                slot,
+                row_base,
+                column,
+                output_scale,
                 lane,
             )
             cute.arch.sync_warp()

@@ -33,6 +33,7 @@ THREADS = 1024
 WARPS = THREADS // 32
 WARPS_PER_CANDIDATE = WARPS // plan.NUM_CANDIDATES
 BOUNDARIES_PER_PASS = 32 * WARPS_PER_CANDIDATE
+MAX_BOUNDARIES = plan.MAX_GROUPS + 1
 COST_BITS = plan.COST_SCALE.bit_length() - 1
 UNIT_BITS = UNIT_TOKENS.bit_length() - 1
 CANDIDATE_BITS = plan.NUM_CANDIDATES.bit_length() - 1
@@ -50,17 +51,12 @@ assert (_MAX_SCORE + 1) << CANDIDATE_BITS < NO_SCORE
 
 
 class PlannerKernel:
-    """Planner for up to ``max_requests`` requests on ``groups`` worker groups."""
+    """Planner for up to ``max_requests`` requests; groups are a run-time value."""
 
-    def __init__(self, groups: int, max_requests: int):
-        plan.check_plan_shape(max_requests, groups)
+    def __init__(self, max_requests: int):
         per_thread = -(-max(max_requests, 1) // THREADS)
-        self.groups = groups
         self.per_thread = 1 << (per_thread - 1).bit_length()
         self.slots = THREADS * self.per_thread
-        self.passes = -(-(groups + 1) // BOUNDARIES_PER_PASS)
-        self.chunks = -(-(groups + 1) // 32)
-        self.work_len = plan.work_len(groups)
 
     @cute.jit
     def __call__(
@@ -69,9 +65,10 @@ class PlannerKernel:
         counts: cute.Pointer,  # int32 [4]
         work: cute.Pointer,  # int32 [plan.work_len(groups)]
         requests: Int32,
+        groups: Int32,
         stream: cuda.CUstream,
     ):
-        groups = self.groups
+        boundaries = plan.NUM_CANDIDATES * MAX_BOUNDARIES
 
         @cute.struct
         class SharedStorage:
@@ -81,11 +78,11 @@ class PlannerKernel:
             warp_count: cute.struct.MemRange[Int32, WARPS]
             cost: cute.struct.MemRange[Int32, WARPS]
             partials: cute.struct.MemRange[Int32, WARPS]
-            request: cute.struct.MemRange[Int32, plan.NUM_CANDIDATES * (groups + 1)]
-            unit: cute.struct.MemRange[Int32, plan.NUM_CANDIDATES * (groups + 1)]
+            request: cute.struct.MemRange[Int32, boundaries]
+            unit: cute.struct.MemRange[Int32, boundaries]
 
         self.shared_storage = SharedStorage
-        self.kernel(seq_lens, counts, work, requests).launch(
+        self.kernel(seq_lens, counts, work, requests, groups).launch(
             grid=(1, 1, 1),
             block=(THREADS, 1, 1),
             smem=SharedStorage.size_in_bytes(),
@@ -99,6 +96,7 @@ class PlannerKernel:
         counts: cute.Pointer,
         work: cute.Pointer,
         requests: Int32,
+        groups: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -110,7 +108,7 @@ class PlannerKernel:
         storage = smem.allocate(self.shared_storage)
         sStart = storage.start.get_tensor(cute.make_layout(self.slots + 1))
         bounds = cute.make_layout(
-            (self.groups + 1, plan.NUM_CANDIDATES), stride=(1, self.groups + 1)
+            (MAX_BOUNDARIES, plan.NUM_CANDIDATES), stride=(1, MAX_BOUNDARIES)
         )
         sRequest = storage.request.get_tensor(bounds)
         sUnit = storage.unit.get_tensor(bounds)
@@ -124,11 +122,12 @@ class PlannerKernel:
         cute.arch.sync_threads()
 
         busy = cutlass.max(
-            cutlass.min(total // plan.MIN_SHARE, Int32(self.groups)), Int32(1)
+            cutlass.min(total // plan.MIN_SHARE, groups), Int32(1)
         )
-        for i in cutlass.range_constexpr(self.passes):
-            group = i * BOUNDARIES_PER_PASS + part * 32 + lane
-            if group <= self.groups:
+        own = part * 32 + lane
+        for base in cutlass.range(0, groups + 1, BOUNDARIES_PER_PASS, unroll=1):
+            group = base + own
+            if group <= groups:
                 request = Int32(0)
                 unit = Int32(0)
                 if candidate < plan.EVEN_CANDIDATE:
@@ -136,16 +135,18 @@ class PlannerKernel:
                         sStart, group, candidate, total, busy, requests
                     )
                 else:
-                    request, unit = self.even(sStart, group, candidate, live, requests)
+                    request, unit = self.even(
+                        sStart, group, candidate, live, requests, groups
+                    )
                 sRequest[group, candidate] = request
                 sUnit[group, candidate] = unit
         cute.arch.sync_threads()
 
         worst = Int32(0)
         partials = Int32(0)
-        for i in cutlass.range_constexpr(self.passes):
-            group = i * BOUNDARIES_PER_PASS + part * 32 + lane
-            if group < self.groups:
+        for base in cutlass.range(0, groups, BOUNDARIES_PER_PASS, unroll=1):
+            group = base + own
+            if group < groups:
                 cost, count = self.group_cost(sStart, sRequest, sUnit, group, candidate)
                 worst = cutlass.max(worst, cost)
                 partials = partials + count
@@ -156,11 +157,15 @@ class PlannerKernel:
             sPartials[candidate * WARPS_PER_CANDIDATE + part] = partials
         cute.arch.sync_threads()
 
-        if warp < self.chunks:
+        if warp * 32 <= groups:
             mCounts = cute.make_tensor(counts, cute.make_layout(plan.COUNTS_LEN))
-            mWork = cute.make_tensor(work, cute.make_layout(self.work_len))
-            chosen = self.choose(sCost, sPartials, live, lane)
-            splits = self.write_plan(mWork, sRequest, sUnit, chosen, warp, lane)
+            mWork = cute.make_tensor(
+                work, cute.make_layout(plan.work_len(plan.MAX_GROUPS))
+            )
+            chosen = self.choose(sCost, sPartials, live, groups, lane)
+            splits = self.write_plan(
+                mWork, sRequest, sUnit, chosen, groups, warp, lane
+            )
             if tid == 0:
                 fixed = nonempty * plan.ITEM_COST
                 fixed = fixed + (requests - nonempty) * plan.EMPTY_COST
@@ -275,20 +280,18 @@ class PlannerKernel:
         return request, unit
 
     @cute.jit
-    def even(self, sStart, group, candidate, live, requests):
+    def even(self, sStart, group, candidate, live, requests, groups):
         """``plan._Line.even``; harmless values where the candidate does not apply."""
         pieces = Int32(1)
         if candidate == plan.EVEN_CANDIDATE:
-            pieces = cutlass.max(
-                Int32(self.groups) // cutlass.max(live, Int32(1)), Int32(1)
-            )
+            pieces = cutlass.max(groups // cutlass.max(live, Int32(1)), Int32(1))
         used = live * pieces
         request = requests
         unit = Int32(0)
-        if group < self.groups:
+        if group < groups:
             if group >= used:
                 left = (requests - live) * (group - used)
-                request = live + left // (self.groups - used)
+                request = live + left // (groups - used)
             else:
                 request = group // pieces
                 piece = group - request * pieces
@@ -320,7 +323,7 @@ class PlannerKernel:
         return cost + partials * plan.SPLIT_COST, partials
 
     @cute.jit
-    def choose(self, sCost, sPartials, live, lane):
+    def choose(self, sCost, sPartials, live, groups, lane):
         """Candidate with the least score; ties go to the lower index."""
         worst = sCost[lane]
         partials = sPartials[lane]
@@ -333,14 +336,14 @@ class PlannerKernel:
         if partials > 0:
             score = score + plan.SCORE_ANY_SPLIT
         key = (score << CANDIDATE_BITS) + candidate
-        fits = (live > 0) & (live <= self.groups)
+        fits = (live > 0) & (live <= groups)
         if (candidate >= plan.EVEN_CANDIDATE) & ~fits:
             key = Int32(NO_SCORE)
         best = cute.arch.warp_redux_sync(key, "min")
         return best & (plan.NUM_CANDIDATES - 1)
 
     @cute.jit
-    def write_plan(self, mWork, sRequest, sUnit, chosen, warp, lane):
+    def write_plan(self, mWork, sRequest, sUnit, chosen, groups, warp, lane):
         """Write boundaries and split list; returns the number of split requests.
 
         Warp w owns boundaries and list entries 32 w .. 32 w + 31; it counts the first
@@ -348,20 +351,20 @@ class PlannerKernel:
         """
         before = Int32(0)
         splits = Int32(0)
-        for i in cutlass.range_constexpr(self.chunks):
-            is_first, _ = self.cut_flags(sRequest, sUnit, chosen, i * 32 + lane)
+        for first in cutlass.range(0, groups + 1, 32, unroll=1):
+            is_first, _ = self.cut_flags(sRequest, sUnit, chosen, groups, first + lane)
             found = cute.arch.popc(cute.arch.vote_ballot_sync(is_first))
             splits = splits + found
-            if i < warp:
+            if first < warp * 32:
                 before = before + found
         group = warp * 32 + lane
-        is_first, is_last = self.cut_flags(sRequest, sUnit, chosen, group)
+        is_first, is_last = self.cut_flags(sRequest, sUnit, chosen, groups, group)
         firsts = cute.arch.vote_ballot_sync(is_first)
         upto = (Uint32(2) << Uint32(lane)) - Uint32(1)
         # Index of the last request whose first cut is at or before this boundary.
         entry = before + cute.arch.popc(firsts & Int32(upto)) - 1
-        base = plan.split_list_offset(self.groups)
-        if group <= self.groups:
+        base = 2 * (groups + 1)
+        if group <= groups:
             mWork[2 * group] = sRequest[group, chosen]
             mWork[2 * group + 1] = sUnit[group, chosen]
             if is_first:
@@ -369,23 +372,22 @@ class PlannerKernel:
                 mWork[base + 3 * entry + 1] = group - 1
             if is_last:
                 mWork[base + 3 * entry + 2] = group
-        if (group >= splits) & (group < self.groups - 1):
+        if (group >= splits) & (group < groups - 1):
             for i in cutlass.range_constexpr(3):
                 mWork[base + 3 * group + i] = Int32(-1)
-        if group == 0:
-            for i in cutlass.range_constexpr(
-                base + 3 * (self.groups - 1), self.work_len
-            ):
-                mWork[i] = Int32(-1)
+        # Padding up to plan.work_len, a multiple of 4.
+        end = base + 3 * (groups - 1)
+        if end + group < ((end + 3) & ~3):
+            mWork[end + group] = Int32(-1)
         return splits
 
     @cute.jit
-    def cut_flags(self, sRequest, sUnit, chosen, group):
+    def cut_flags(self, sRequest, sUnit, chosen, groups, group):
         """Is boundary ``group`` the first and is it the last cut of a request."""
         is_first = cutlass.Boolean(False)
         is_last = cutlass.Boolean(False)
         unit = Int32(0)
-        if (group > 0) & (group < self.groups):
+        if (group > 0) & (group < groups):
             unit = sUnit[group, chosen]
         if unit > 0:
             request = sRequest[group, chosen]
@@ -397,8 +399,23 @@ class PlannerKernel:
 
 
 @cache
+def _compile(max_requests: int):
+    """The compiled function; it serves every number of worker groups."""
+    int32 = make_ptr(Int32, 16, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.compile(
+        PlannerKernel(max_requests),
+        int32,
+        int32,
+        int32,
+        Int32(1),
+        Int32(1),
+        make_fake_stream(),
+    )
+
+
+@cache
 def compile_plan_kernel(groups: int, max_requests: int) -> "CompiledPlanner":
-    """Compile the planner once per shape.
+    """The planner of a shape; all numbers of groups share one compilation.
 
     Args:
         groups: Worker groups, 1 to ``plan.MAX_GROUPS``.
@@ -412,7 +429,7 @@ def compile_plan_kernel(groups: int, max_requests: int) -> "CompiledPlanner":
 
 
 class CompiledPlanner:
-    """A compiled planner; see ``compile_plan_kernel``.
+    """A compiled planner for a number of groups; see ``compile_plan_kernel``.
 
     Attributes:
         groups: Worker groups of the plans.
@@ -421,18 +438,11 @@ class CompiledPlanner:
     """
 
     def __init__(self, groups: int, max_requests: int):
+        plan.check_plan_shape(max_requests, groups)
         self.groups = groups
         self.max_requests = max_requests
-        int32 = make_ptr(Int32, 16, cute.AddressSpace.gmem, assumed_align=4)
-        self.compiled = cute.compile(
-            PlannerKernel(groups, max_requests),
-            int32,
-            int32,
-            int32,
-            Int32(1),
-            make_fake_stream(),
-        )
-        self._launch = Launcher(self.compiled, "pppip")
+        self.compiled = _compile(max_requests)
+        self._launch = Launcher(self.compiled, "pppiip")
 
     def __call__(
         self,
@@ -443,7 +453,9 @@ class CompiledPlanner:
         stream: int,
     ) -> None:
         """Launch on raw device addresses and a stream handle; nothing is checked."""
-        self._launch(seq_lens_ptr, counts_ptr, work_ptr, requests, stream)
+        self._launch(
+            seq_lens_ptr, counts_ptr, work_ptr, requests, self.groups, stream
+        )
 
     def launch(
         self,
@@ -466,5 +478,6 @@ class CompiledPlanner:
         assert seq_lens.dtype == torch.int32 and seq_lens.is_contiguous(), seq_lens
         assert work.shape[0] >= plan.work_len(self.groups), (work.shape, self.groups)
         self._launch(
-            seq_lens.data_ptr(), counts.data_ptr(), work.data_ptr(), requests, stream
-        )
+            seq_lens.data_ptr(), counts.data_ptr(), work.data_ptr(), requests,
+            self.groups, stream,
+        )  # fmt: skip

@@ -12,12 +12,13 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ..config import TILE_TOKENS, UNIT_TILES
+from .role import Role
 
 EVICT_FIRST = 0x12F0000000000000
 """L2 policy (CUTLASS' TMA::CacheHintSm90 encoding): KV is read once per step."""
 
 
-class ProducerRole:
+class ProducerRole(Role):
     """Mixin of ``DecodeKernel``: the KV producer warp."""
 
     @cute.jit
@@ -35,13 +36,10 @@ class ProducerRole:
     def produce(self, ctx: cutlass.Constexpr, tma, seg, mTable, block_tiles):
         """Copy every tile of this group's segments.
 
-        Args:
-            ctx: Shared-memory tensors and barriers.
-            tma: ``(latent atom, latent source, latent destination, rope atom, rope
-                source, rope destination)``, partitioned for this block.
-            seg: First and last boundary of the group and the lengths.
-            mTable: ``[requests, blocks]`` block ids.
-            block_tiles: Tiles of 64 tokens in one block.
+        ``tma`` is (latent atom, source, destination, rope atom, source, destination),
+        partitioned for this block; ``mTable`` holds ``[requests, blocks]`` block ids
+        and ``block_tiles`` is the number of 64-token tiles in a block.
+
         """
         atom_n, src_n, dst_n, atom_r, src_r, dst_r = tma
         lane = cute.arch.lane_idx()
@@ -78,23 +76,35 @@ class ProducerRole:
                     if const_expr(self.tile.cluster == 2):
                         mask = cutlass.Int16(3)
                         cute.copy(
-                            atom_n, src_n[(None, tile_slot, tile_page)],
+                            atom_n,
+                            src_n[(None, tile_slot, tile_page)],
                             dst_n[(None, stage)],
-                            tma_bar_ptr=full, mcast_mask=mask, cache_policy=policy,
+                            tma_bar_ptr=full,
+                            mcast_mask=mask,
+                            cache_policy=policy,
                         )
                         cute.copy(
-                            atom_r, src_r[(None, tile_slot, tile_page)],
+                            atom_r,
+                            src_r[(None, tile_slot, tile_page)],
                             dst_r[(None, stage)],
-                            tma_bar_ptr=full, mcast_mask=mask, cache_policy=policy,
+                            tma_bar_ptr=full,
+                            mcast_mask=mask,
+                            cache_policy=policy,
                         )
                     else:
                         cute.copy(
-                            atom_n, src_n[(None, tile_slot, tile_page)],
-                            dst_n[(None, stage)], tma_bar_ptr=full, cache_policy=policy,
+                            atom_n,
+                            src_n[(None, tile_slot, tile_page)],
+                            dst_n[(None, stage)],
+                            tma_bar_ptr=full,
+                            cache_policy=policy,
                         )
                         cute.copy(
-                            atom_r, src_r[(None, tile_slot, tile_page)],
-                            dst_r[(None, stage)], tma_bar_ptr=full, cache_policy=policy,
+                            atom_r,
+                            src_r[(None, tile_slot, tile_page)],
+                            dst_r[(None, stage)],
+                            tma_bar_ptr=full,
+                            cache_policy=policy,
                         )
                     stage, phase = self.advance(stage, phase, self.tile.kv_stages)
                 page = next_page

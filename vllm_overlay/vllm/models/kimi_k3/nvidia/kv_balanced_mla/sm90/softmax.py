@@ -1,275 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Softmax role: S = Q K^T with Q in registers, online softmax, P to shared memory.
+"""Softmax role: walks the group's segments and pipelines Q K^T with the softmax.
 
-A thread holds two score rows (lane / 4 and + 8 of its warp's 16) and 16 of a tile's
-64 tokens. Probabilities are ``exp2(s * scale - base)`` in e4m3, where ``base`` is the
-row's reference in log2 units less ``P_LOG2_HEADROOM``. The reference is lazy: it moves
-only when a tile's probabilities would leave e4m3's range. It also moves down, so that
-one dominant key does not push all later keys under e4m3's smallest value; a tile that
-no longer matters next to the running sum leaves it where it is.
-
-The K order of P is the order in which a thread holds its scores (tokens 0, 8, 1, 9,
-...); the output role's transposed loads of V produce the same order.
+Units that every row sees in full run with the next tile's Q K^T in flight; a unit with
+masked keys runs tile by tile. ``softmax_tile.py`` has what happens to one tile.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..config import HEAD_DIM, LATENT, TILE_TOKENS, UNIT_TILES
-from .ptx import exp2_approx, fma, pack_e4m3x4, stmatrix_x4
+from ..config import HEAD_DIM, TILE_TOKENS, UNIT_TILES, UNIT_TOKENS
+from .softmax_tile import K_STEPS, PIECES, UNSEEN, SoftmaxTile
 
-P_LOG2_HEADROOM = 4.0
-"""A row's reference key gets P = 2 ** 4; 16 such keys sum to 256 < SUM_LIMIT."""
-SUM_LIMIT = 440.0
-"""A thread's sum over 16 keys above this may hold a P above 448, e4m3's largest."""
-LOW_SUM = 0.125
-"""All four threads of a row below this: the tile uses e4m3's subnormal end."""
-MAX_LOG2_RISE = 4.5
-"""Move the reference up when a key lies this far (log2) above it."""
-MAX_LOG2_DROP = 7.0
-"""Move the reference down when a tile's largest key lies this far below it."""
-NEGLIGIBLE_LOG2 = -25.0
-"""A tile whose weight is below 2 ** this of the running sum moves nothing."""
-UNSEEN = -1.0e30
-"""Reference of a row that has seen no key."""
-
-K_STEPS = HEAD_DIM // 32
-LATENT_K_STEPS = LATENT // 32
-# Q K^T of the next tile, in pieces between the four groups of a tile's softmax: a
-# warpgroup can have 8 to 9 wgmmas in flight before issuing blocks the warp.
-PIECES = ((0, 6), (6, 10), (10, 14), (14, 18))
 GROUP_UNITS = 4
 """Most units of one unrolled run; its wgmmas drain at the end."""
 
 
-class SoftmaxRole:
+class SoftmaxRole(SoftmaxTile):
     """Mixin of ``DecodeKernel``: the softmax warpgroup."""
 
     @cute.jit
-    def issue_qk(
-        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tS, tQ, tK, tKr, stage,
-        first: cutlass.Constexpr, last: cutlass.Constexpr,
-    ):
-        """Issue k steps [first, last) of one tile's S = Q K^T and commit them."""
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(first, last):
-            mma = qk[0] if const_expr(k == 0) else qk[1]
-            if const_expr(k < LATENT_K_STEPS):
-                cute.gemm(mma, tS, tQ[None, None, k], tK[None, None, k, stage], tS)
-            else:
-                cute.gemm(
-                    mma, tS, tQ[None, None, k],
-                    tKr[None, None, k - LATENT_K_STEPS, stage], tS,
-                )
-        warpgroup.commit_group()
-
-    @cute.jit
-    def load_q(self, mQ: cute.Pointer, tQ, row0, row1, lane):
-        """Fill the A fragments of Q from global memory.
-
-        Args:
-            mQ: The query as 32-bit words, ``[requests * rows, 144]``.
-            tQ: Fragment words; k step k holds words 4k .. 4k + 3.
-            row0: Row (over all requests) of this thread's first score row.
-            row1: The second one, 8 rows further where the request has it.
-        """
-        words = HEAD_DIM // 4
-        mRow0 = cute.make_tensor(
-            mQ + (Int64(row0) * words + lane % 4), cute.make_layout(words)
-        )
-        mRow1 = cute.make_tensor(
-            mQ + (Int64(row1) * words + lane % 4), cute.make_layout(words)
-        )
-        for k in cutlass.range_constexpr(K_STEPS):
-            tQ[4 * k] = mRow0[8 * k]
-            tQ[4 * k + 1] = mRow1[8 * k]
-            tQ[4 * k + 2] = mRow0[8 * k + 4]
-            tQ[4 * k + 3] = mRow1[8 * k + 4]
-
-    @cute.jit
-    def exponentials(self, tS, tState, tSum, tWord, scale, group: cutlass.Constexpr):
-        """P of 16 tokens: sums into ``tSum``, e4m3 words into ``tWord``."""
-        p = [
-            exp2_approx(fma(tS[8 * group + i], scale, -tState[(i >> 1) & 1]))
-            for i in range(8)
-        ]
-        tSum[0] = tSum[0] + ((p[0] + p[1]) + (p[4] + p[5]))
-        tSum[1] = tSum[1] + ((p[2] + p[3]) + (p[6] + p[7]))
-        tWord[2 * group] = pack_e4m3x4(p[0], p[4], p[1], p[5])
-        tWord[2 * group + 1] = pack_e4m3x4(p[2], p[6], p[3], p[7])
-
-    @cute.jit
-    def tile_max(self, tS, row: cutlass.Constexpr):
-        """Largest score of the thread's row ``row`` over the tile's 64 tokens."""
-        high = tS[2 * row]
-        for i in cutlass.range_constexpr(TILE_TOKENS // 8):
-            for j in cutlass.range_constexpr(2):
-                high = cute.arch.fmax(high, tS[4 * i + 2 * row + j])
-        high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, 1))
-        return cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, 2))
-
-    @cute.jit
-    def move_reference(self, tS, tState, tAlpha, scale):
-        """Choose the references for this tile; ``tAlpha`` gets the rescale factors.
-
-        ``tState`` is ``[base 0, base 1, sum 0, sum 1]``. Returns 1 if a row of this
-        thread moved (its accumulators must be multiplied by alpha), else 0.
-        """
-        moved = Int32(0)
-        for row in cutlass.range_constexpr(2):
-            tAlpha[row] = Float32(1.0)
-            top = self.tile_max(tS, row) * scale - P_LOG2_HEADROOM
-            base = tState[row]
-            total = tState[2 + row]
-            total = total + cute.arch.shuffle_sync_bfly(total, 1)
-            total = total + cute.arch.shuffle_sync_bfly(total, 2)
-            rise = top - base
-            # 64 keys at most as heavy as the tile's largest one: 2 ** (rise + 4 + 6).
-            weight = rise + (P_LOG2_HEADROOM + 6.0 - NEGLIGIBLE_LOG2)
-            matters = exp2_approx(weight) > total
-            if (rise > MAX_LOG2_RISE) | ((rise < -MAX_LOG2_DROP) & matters):
-                if top > UNSEEN:
-                    alpha = exp2_approx(base - top)
-                    tAlpha[row] = alpha
-                    tState[row] = top
-                    tState[2 + row] = tState[2 + row] * alpha
-                    moved = Int32(1)
-        return moved
-
-    @cute.jit
-    def store_p(self, ctx: cutlass.Constexpr, tWord, p_unit, where, i: cutlass.Constexpr):
-        """Store tile ``i`` of a unit's P."""
-        warp, _, p_address = where
-        rows = self.tile.rows_per_cta
-        if warp * 16 < rows:
-            address = p_address + (UNIT_TILES * p_unit + i) * (rows * TILE_TOKENS)
-            stmatrix_x4(address, tWord[0], tWord[1], tWord[2], tWord[3])
-            stmatrix_x4(address ^ 32, tWord[4], tWord[5], tWord[6], tWord[7])
-
-    @cute.jit
-    def store_alpha(
-        self, ctx: cutlass.Constexpr, tAlpha, moved, p_unit, where, i: cutlass.Constexpr
-    ):
-        """Store the rescale factors of tile ``i`` if a row of this warp moved.
-
-        Returns:
-            The tile's bit of the warp's flag: ``1 << i`` if a row moved, else 0.
-
-        """
-        warp, lane, _ = where
-        bit = Int32(0)
-        if cute.arch.vote_any_sync(moved != 0):
-            bit = Int32(1 << i)
-            if lane % 4 == 0:
-                row = warp * 16 + lane // 4
-                ctx.sAlpha[row, i, p_unit] = tAlpha[0]
-                ctx.sAlpha[row + 8, i, p_unit] = tAlpha[1]
-        return bit
-
-    @cute.jit
-    def publish(self, ctx: cutlass.Constexpr, flag, p_unit, p_phase, where):
-        """Hand a unit's P, flag and factors to the output warpgroups."""
-        warp, lane, _ = where
-        if lane == 0:
-            ctx.sFlag[warp, p_unit] = flag
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(ctx.p_full + p_unit)
-        return self.advance(p_unit, p_phase, self.tile.p_units)
-
-    @cute.jit
-    def row_is_low(self, tSum):
-        """1 if some row of the warp has tiny sums in all its four threads, else 0."""
-        seen0 = cute.arch.vote_ballot_sync(tSum[0] >= LOW_SUM)
-        seen1 = cute.arch.vote_ballot_sync(tSum[1] >= LOW_SUM)
-        seen0 = (seen0 | (seen0 >> 1)) & 0x33333333
-        seen1 = (seen1 | (seen1 >> 1)) & 0x33333333
-        seen = (seen0 | (seen0 >> 2)) & (seen1 | (seen1 >> 2)) & 0x11111111
-        return Int32(seen != 0x11111111)
-
-    @cute.jit
-    def softmax_tile(
-        self, ctx: cutlass.Constexpr, tS, tState, tLow, scale, flag, p_unit, p_phase,
-        where, i: cutlass.Constexpr, nxt: cutlass.Constexpr,
-    ):
-        """Softmax of tile ``i`` of a unit without masked keys.
-
-        ``nxt(group)`` issues a piece of the next Q K^T. The reference moves at once
-        when P overflows e4m3, and from the next unit on (``tLow``) when it is low.
-
-        Returns:
-            The unit's flag, P buffer and its phase for the next tile.
-
-        """
-        tSum = cute.make_rmem_tensor((2,), Float32)
-        tWord = cute.make_rmem_tensor((8,), Uint32)
-        tSum.fill(0.0)
-        for group in cutlass.range_constexpr(4):
-            if const_expr(nxt is not None and group > 0):
-                nxt(group)
-            self.exponentials(tS, tState, tSum, tWord, scale, group)
-        high = cute.arch.vote_any_sync((tSum[0] > SUM_LIMIT) | (tSum[1] > SUM_LIMIT))
-        if const_expr(i == 0):
-            cute.arch.mbarrier_wait(ctx.p_empty + p_unit, p_phase)
-            flag = Int32(0)
-        self.store_p(ctx, tWord, p_unit, where, i)
-        redo = high
-        if const_expr(i == 0):
-            redo = high | (tLow[0] != 0)
-        if redo:
-            tAlpha = cute.make_rmem_tensor((2,), Float32)
-            moved = self.move_reference(tS, tState, tAlpha, scale)
-            tSum.fill(0.0)
-            for group in cutlass.range_constexpr(4):
-                self.exponentials(tS, tState, tSum, tWord, scale, group)
-            self.store_p(ctx, tWord, p_unit, where, i)
-            flag = flag | self.store_alpha(ctx, tAlpha, moved, p_unit, where, i)
-        tState[2] = tState[2] + tSum[0]
-        tState[3] = tState[3] + tSum[1]
-        if const_expr(i + 1 == UNIT_TILES):
-            p_unit, p_phase = self.publish(ctx, flag, p_unit, p_phase, where)
-            tLow[0] = self.row_is_low(tSum)
-        return flag, p_unit, p_phase
-
-    @cute.jit
-    def masked_tile(
-        self, ctx: cutlass.Constexpr, tS, tState, tBound, token0, scale, flag,
-        p_unit, p_phase, where, i: cutlass.Constexpr,
-    ):
-        """Softmax of a tile in which row r sees tokens below ``tBound[r]`` only."""
-        _, lane, _ = where
-        tSum = cute.make_rmem_tensor((2,), Float32)
-        tWord = cute.make_rmem_tensor((8,), Uint32)
-        tAlpha = cute.make_rmem_tensor((2,), Float32)
-        tSum.fill(0.0)
-        for n in cutlass.range_constexpr(TILE_TOKENS // 8):
-            for row in cutlass.range_constexpr(2):
-                for j in cutlass.range_constexpr(2):
-                    token = token0 + 8 * n + j + 2 * (lane % 4)
-                    if token >= tBound[row]:
-                        tS[4 * n + 2 * row + j] = -Float32.inf
-        moved = self.move_reference(tS, tState, tAlpha, scale)
-        for group in cutlass.range_constexpr(4):
-            self.exponentials(tS, tState, tSum, tWord, scale, group)
-        if const_expr(i == 0):
-            cute.arch.mbarrier_wait(ctx.p_empty + p_unit, p_phase)
-            flag = Int32(0)
-        self.store_p(ctx, tWord, p_unit, where, i)
-        flag = flag | self.store_alpha(ctx, tAlpha, moved, p_unit, where, i)
-        tState[2] = tState[2] + tSum[0]
-        tState[3] = tState[3] + tSum[1]
-        if const_expr(i + 1 == UNIT_TILES):
-            p_unit, p_phase = self.publish(ctx, flag, p_unit, p_phase, where)
-        return flag, p_unit, p_phase
-
-    @cute.jit
     def fast_units(
-        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, frags: cutlass.Constexpr,
-        tQ, tK, tKr, tState, tLow, scale, ring, where, left, k: cutlass.Constexpr,
+        self,
+        ctx: cutlass.Constexpr,
+        qk: cutlass.Constexpr,
+        frags: cutlass.Constexpr,
+        tQ,
+        tK,
+        tKr,
+        tState,
+        tLow,
+        scale,
+        ring,
+        where,
+        left,
+        k: cutlass.Constexpr,
     ):
         """Units without masked keys, Q K^T one tile ahead of the softmax.
 
@@ -277,11 +44,8 @@ class SoftmaxRole:
         a loop's back edge make ptxas serialise them: unit ``k`` goes on to the next
         one only while there are some ``left`` and at most ``GROUP_UNITS`` in all.
 
-        Args:
-            frags: Score fragments of even and odd tiles.
-            ring: ``(KV stage, its phase, P buffer, its phase)``.
-            left: Units from this one on.
-            k: Index of the unit in the unrolled group.
+        ``frags`` are the score fragments of even and odd tiles, ``left`` the units from
+        this one on, ``k`` the unit's index in the unrolled run.
 
         Returns:
             ``ring`` after the last unit.
@@ -295,24 +59,70 @@ class SoftmaxRole:
             stage, phase = self.advance(stage, phase, self.tile.kv_stages)
             if const_expr(i + 1 < UNIT_TILES):
                 stage, phase, flag, p_unit, p_phase = self.overlapped_tile(
-                    ctx, qk, tS, tNext, tQ, tK, tKr, tState, tLow, scale, done,
-                    (stage, phase, p_unit, p_phase), flag, where, i,
+                    ctx,
+                    qk,
+                    tS,
+                    tNext,
+                    tQ,
+                    tK,
+                    tKr,
+                    tState,
+                    tLow,
+                    scale,
+                    done,
+                    (stage, phase, p_unit, p_phase),
+                    flag,
+                    where,
+                    i,
                 )
             elif const_expr(k + 1 < GROUP_UNITS):
                 if left > 1:
                     stage, phase, flag, p_unit, p_phase = self.overlapped_tile(
-                        ctx, qk, tS, tNext, tQ, tK, tKr, tState, tLow, scale, done,
-                        (stage, phase, p_unit, p_phase), flag, where, i,
+                        ctx,
+                        qk,
+                        tS,
+                        tNext,
+                        tQ,
+                        tK,
+                        tKr,
+                        tState,
+                        tLow,
+                        scale,
+                        done,
+                        (stage, phase, p_unit, p_phase),
+                        flag,
+                        where,
+                        i,
                     )
                     stage, phase, p_unit, p_phase = self.fast_units(
-                        ctx, qk, frags, tQ, tK, tKr, tState, tLow, scale,
-                        (stage, phase, p_unit, p_phase), where, left - 1, k + 1,
+                        ctx,
+                        qk,
+                        frags,
+                        tQ,
+                        tK,
+                        tKr,
+                        tState,
+                        tLow,
+                        scale,
+                        (stage, phase, p_unit, p_phase),
+                        where,
+                        left - 1,
+                        k + 1,
                     )
                 else:
                     warpgroup.wait_group(0)
                     self.release_kv(ctx, done)
                     flag, p_unit, p_phase = self.softmax_tile(
-                        ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i,
+                        ctx,
+                        tS,
+                        tState,
+                        tLow,
+                        scale,
+                        flag,
+                        p_unit,
+                        p_phase,
+                        where,
+                        i,
                         None,
                     )
             else:
@@ -325,8 +135,22 @@ class SoftmaxRole:
 
     @cute.jit
     def overlapped_tile(
-        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tS, tNext, tQ, tK, tKr,
-        tState, tLow, scale, done, ring, flag, where, i: cutlass.Constexpr,
+        self,
+        ctx: cutlass.Constexpr,
+        qk: cutlass.Constexpr,
+        tS,
+        tNext,
+        tQ,
+        tK,
+        tKr,
+        tState,
+        tLow,
+        scale,
+        done,
+        ring,
+        flag,
+        where,
+        i: cutlass.Constexpr,
     ):
         """Softmax of ``tS`` (KV stage ``done``) while the next tile's scores run."""
         stage, phase, p_unit, p_phase = ring
@@ -345,8 +169,23 @@ class SoftmaxRole:
 
     @cute.jit
     def sequential_unit(
-        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, tS, tQ, tK, tKr, tState, tLow,
-        tBound, token0, scale, stage, phase, p_unit, p_phase, where,
+        self,
+        ctx: cutlass.Constexpr,
+        qk: cutlass.Constexpr,
+        tS,
+        tQ,
+        tK,
+        tKr,
+        tState,
+        tLow,
+        tBound,
+        token0,
+        scale,
+        stage,
+        phase,
+        p_unit,
+        p_phase,
+        where,
         masked: cutlass.Constexpr,
     ):
         """One unit, tile by tile, with or without masked keys."""
@@ -359,8 +198,17 @@ class SoftmaxRole:
             stage, phase = self.advance(stage, phase, self.tile.kv_stages)
             if const_expr(masked):
                 flag, p_unit, p_phase = self.masked_tile(
-                    ctx, tS, tState, tBound, token0 + i * TILE_TOKENS, scale, flag,
-                    p_unit, p_phase, where, i,
+                    ctx,
+                    tS,
+                    tState,
+                    tBound,
+                    token0 + i * TILE_TOKENS,
+                    scale,
+                    flag,
+                    p_unit,
+                    p_phase,
+                    where,
+                    i,
                 )
             else:
                 flag, p_unit, p_phase = self.softmax_tile(
@@ -391,13 +239,22 @@ class SoftmaxRole:
 
     @cute.jit
     def softmax(
-        self, ctx: cutlass.Constexpr, qk: cutlass.Constexpr, mQ, mLse, mPartLse, seg, scale,
-        has_lse, row_base, tid,
+        self,
+        ctx: cutlass.Constexpr,
+        qk: cutlass.Constexpr,
+        mQ,
+        mLse,
+        mPartLse,
+        seg,
+        scale,
+        has_lse,
+        row_base,
+        tid,
     ):
         """The softmax warpgroup's loop over segments.
 
-        Args:
-            row_base: First row of this block within a request.
+        ``row_base`` is the first row of this block within a request.
+
         """
         total_rows = seg[9][2]
         lane = cute.arch.lane_idx()
@@ -432,8 +289,11 @@ class SoftmaxRole:
             # The query first: its loads need no length, so they overlap that one.
             first_row = request * total_rows
             self.load_q(
-                mQ, tQw, first_row + cutlass.min(row0, total_rows - 1),
-                first_row + cutlass.min(row1, total_rows - 1), lane,
+                mQ,
+                tQw,
+                first_row + cutlass.min(row0, total_rows - 1),
+                first_row + cutlass.min(row1, total_rows - 1),
+                lane,
             )
             length, unit, unit_end, slot = self.segment(seg, request)
             tBound[0] = self.visible_keys(
@@ -444,8 +304,7 @@ class SoftmaxRole:
             )
             # Units below this one are visible to every row of the block.
             free_end = cutlass.min(
-                self.visible_keys(seg, request, length, row_base)
-                // (TILE_TOKENS * UNIT_TILES),
+                self.visible_keys(seg, request, length, row_base) // (UNIT_TOKENS),
                 unit_end,
             )
             tState[0] = Float32(UNSEEN)
@@ -454,27 +313,68 @@ class SoftmaxRole:
             tState[3] = Float32(0.0)
             tLow[0] = Int32(0)
             while unit < unit_end:
-                token0 = unit * (TILE_TOKENS * UNIT_TILES)
+                token0 = unit * (UNIT_TOKENS)
                 if unit < free_end:
                     if const_expr(self.tile.interleaved):
                         left = cutlass.min(free_end - unit, GROUP_UNITS)
                         cute.arch.mbarrier_wait(ctx.full + stage, phase)
                         self.issue_qk(ctx, qk, tA, tQ, tK, tKr, stage, 0, K_STEPS)
                         stage, phase, p_unit, p_phase = self.fast_units(
-                            ctx, qk, (tA, tB), tQ, tK, tKr, tState, tLow, scale,
-                            (stage, phase, p_unit, p_phase), where, left, 0,
+                            ctx,
+                            qk,
+                            (tA, tB),
+                            tQ,
+                            tK,
+                            tKr,
+                            tState,
+                            tLow,
+                            scale,
+                            (stage, phase, p_unit, p_phase),
+                            where,
+                            left,
+                            0,
                         )
                         unit = unit + left
                     else:
                         stage, phase, p_unit, p_phase = self.sequential_unit(
-                            ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound, token0,
-                            scale, stage, phase, p_unit, p_phase, where, False,
+                            ctx,
+                            qk,
+                            tA,
+                            tQ,
+                            tK,
+                            tKr,
+                            tState,
+                            tLow,
+                            tBound,
+                            token0,
+                            scale,
+                            stage,
+                            phase,
+                            p_unit,
+                            p_phase,
+                            where,
+                            False,
                         )
                         unit = unit + 1
                 else:
                     stage, phase, p_unit, p_phase = self.sequential_unit(
-                        ctx, qk, tA, tQ, tK, tKr, tState, tLow, tBound, token0,
-                        scale, stage, phase, p_unit, p_phase, where, True,
+                        ctx,
+                        qk,
+                        tA,
+                        tQ,
+                        tK,
+                        tKr,
+                        tState,
+                        tLow,
+                        tBound,
+                        token0,
+                        scale,
+                        stage,
+                        phase,
+                        p_unit,
+                        p_phase,
+                        where,
+                        True,
                     )
                     unit = unit + 1
 
@@ -493,7 +393,9 @@ class SoftmaxRole:
                 row = row0 + 8 * i
                 if lane % 4 == 0:
                     ctx.sInverse[local_row + 8 * i] = inverse
-                    if (row < total_rows) & (local_row + 8 * i < self.tile.rows_per_cta):
+                    if (row < total_rows) & (
+                        local_row + 8 * i < self.tile.rows_per_cta
+                    ):
                         if slot >= 0:
                             mPartLse[slot * total_rows + row] = lse
                         elif has_lse != 0:

@@ -85,7 +85,7 @@ def check_plan(lengths, groups):
         for segment in walk:
             parts[segment.request].append((group, segment))
     expected_splits = []
-    slots_seen = set()
+    slots_seen: set[int] = set()
     for request, pieces in parts.items():
         edge = 0
         for _, segment in pieces:
@@ -229,6 +229,7 @@ def test_even_pieces_leave_the_empty_tail_to_idle_groups():
     """5 requests x 4 pieces on 22 groups: the last 2 groups share 10 empty ones."""
     line = plan._Line([8192] * 5 + [0] * 10, 22)
     bounds = line.candidate(plan.EVEN_CANDIDATE)
+    assert bounds is not None
     assert bounds[:5] == [(0, 0), (0, 16), (0, 32), (0, 48), (1, 0)]
     assert bounds[20:] == [(5, 0), (10, 0), (15, 0)]
 

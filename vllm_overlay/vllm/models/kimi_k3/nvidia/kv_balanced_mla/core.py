@@ -83,7 +83,7 @@ def _clusters_of(index: int) -> int:
 def max_active_clusters(device: torch.device) -> int:
     """Two-block clusters that run at once on ``device`` (66 on a full H100 or H200)."""
     index = torch.device(device).index
-    return _clusters_of(torch.cuda.current_device() if index is None else index)
+    return _clusters_of(torch.accelerator.current_device_index() if index is None else index)
 
 
 def worker_groups(geometry: DecodeGeometry, clusters: int) -> int:
@@ -231,7 +231,7 @@ class KvBalancedMla:
                 f"max_requests is {max_requests}; one plan holds 1 to {most}."
             )
         device = torch.device(device)
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.heads = heads
         self.qlen = qlen
         self.rows = heads * qlen
@@ -248,7 +248,7 @@ class KvBalancedMla:
         from .sm90.planner import compile_plan_kernel
 
         sms = torch.cuda.get_device_properties(index).multi_processor_count
-        with torch.cuda.device(index):
+        with torch.accelerator.device_index(index):
             self._decode = Launcher(
                 compile_decode(self.geometry.tile, causal, index), DECODE_KINDS
             )

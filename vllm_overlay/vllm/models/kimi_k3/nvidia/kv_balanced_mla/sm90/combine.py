@@ -172,7 +172,7 @@ class CombineKernel:
         ).launch(
             grid=(self.blocks, 1, 1),
             block=(THREADS, 1, 1),
-            smem=SharedStorage.size_in_bytes(),
+            smem=SharedStorage.size_in_bytes(),  # type: ignore[attr-defined]
             stream=stream,
             min_blocks_per_mp=BLOCKS_PER_SM,
             preferred_smem_carveout=SHARED_MEMORY_PERCENT,
@@ -466,7 +466,7 @@ class CompiledCombine:
         has_lse = lse_ptr is not None
         self._launch(
             partials_ptr, partial_lse_ptr, counts_ptr, work_ptr, out_ptr,
-            lse_ptr if has_lse else 0, self.groups, rows, has_lse, output_scale, stream,
+            lse_ptr or 0, self.groups, rows, has_lse, output_scale, stream,
         )  # fmt: skip
 
 

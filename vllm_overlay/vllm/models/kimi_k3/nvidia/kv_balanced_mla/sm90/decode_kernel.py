@@ -216,7 +216,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             grid=(groups * row_chunks * cluster, 1, 1),
             block=(NUM_THREADS, 1, 1),
             cluster=(cluster, 1, 1),
-            smem=SharedStorage.size_in_bytes(),
+            smem=SharedStorage.size_in_bytes(),  # type: ignore[attr-defined]
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,

@@ -45,7 +45,7 @@ class Launcher:
                 f"arguments: give one letter of {''.join(_STORAGE)!r} for each."
             )
         self._compiled = compiled
-        self._slots = [_STORAGE[kind]() for kind in kinds]
+        self._slots: list[Any] = [_STORAGE[kind]() for kind in kinds]
         self._addresses = [ctypes.addressof(slot) for slot in self._slots]
         self._lock = Lock()
 

@@ -85,7 +85,7 @@ class PlannerKernel:
         self.kernel(seq_lens, counts, work, requests, groups).launch(
             grid=(1, 1, 1),
             block=(THREADS, 1, 1),
-            smem=SharedStorage.size_in_bytes(),
+            smem=SharedStorage.size_in_bytes(),  # type: ignore[attr-defined]
             stream=stream,
         )
 
@@ -121,9 +121,7 @@ class PlannerKernel:
         )
         cute.arch.sync_threads()
 
-        busy = cutlass.max(
-            cutlass.min(total // plan.MIN_SHARE, groups), Int32(1)
-        )
+        busy = cutlass.max(cutlass.min(total // plan.MIN_SHARE, groups), Int32(1))
         own = part * 32 + lane
         for base in cutlass.range(0, groups + 1, BOUNDARIES_PER_PASS, unroll=1):
             group = base + own
@@ -163,9 +161,7 @@ class PlannerKernel:
                 work, cute.make_layout(plan.work_len(plan.MAX_GROUPS))
             )
             chosen = self.choose(sCost, sPartials, live, groups, lane)
-            splits = self.write_plan(
-                mWork, sRequest, sUnit, chosen, groups, warp, lane
-            )
+            splits = self.write_plan(mWork, sRequest, sUnit, chosen, groups, warp, lane)
             if tid == 0:
                 fixed = nonempty * plan.ITEM_COST
                 fixed = fixed + (requests - nonempty) * plan.EMPTY_COST
@@ -351,12 +347,15 @@ class PlannerKernel:
         """
         before = Int32(0)
         splits = Int32(0)
-        for first in cutlass.range(0, groups + 1, 32, unroll=1):
-            is_first, _ = self.cut_flags(sRequest, sUnit, chosen, groups, first + lane)
-            found = cute.arch.popc(cute.arch.vote_ballot_sync(is_first))
-            splits = splits + found
-            if first < warp * 32:
-                before = before + found
+        for i in cutlass.range_constexpr(MAX_BOUNDARIES // 32):
+            if i * 32 <= groups:
+                is_first, _ = self.cut_flags(
+                    sRequest, sUnit, chosen, groups, i * 32 + lane
+                )
+                found = cute.arch.popc(cute.arch.vote_ballot_sync(is_first))
+                splits = splits + found
+                if i < warp:
+                    before = before + found
         group = warp * 32 + lane
         is_first, is_last = self.cut_flags(sRequest, sUnit, chosen, groups, group)
         firsts = cute.arch.vote_ballot_sync(is_first)
@@ -453,9 +452,7 @@ class CompiledPlanner:
         stream: int,
     ) -> None:
         """Launch on raw device addresses and a stream handle; nothing is checked."""
-        self._launch(
-            seq_lens_ptr, counts_ptr, work_ptr, requests, self.groups, stream
-        )
+        self._launch(seq_lens_ptr, counts_ptr, work_ptr, requests, self.groups, stream)
 
     def launch(
         self,

@@ -83,7 +83,9 @@ def _clusters_of(index: int) -> int:
 def max_active_clusters(device: torch.device) -> int:
     """Two-block clusters that run at once on ``device`` (66 on a full H100 or H200)."""
     index = torch.device(device).index
-    return _clusters_of(torch.accelerator.current_device_index() if index is None else index)
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    return _clusters_of(index)
 
 
 def worker_groups(geometry: DecodeGeometry, clusters: int) -> int:
@@ -231,7 +233,9 @@ class KvBalancedMla:
                 f"max_requests is {max_requests}; one plan holds 1 to {most}."
             )
         device = torch.device(device)
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        index = device.index
+        if index is None:
+            index = torch.accelerator.current_device_index()
         self.heads = heads
         self.qlen = qlen
         self.rows = heads * qlen

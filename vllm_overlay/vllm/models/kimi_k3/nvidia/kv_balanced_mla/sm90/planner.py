@@ -347,15 +347,12 @@ class PlannerKernel:
         """
         before = Int32(0)
         splits = Int32(0)
-        for i in cutlass.range_constexpr(MAX_BOUNDARIES // 32):
-            if i * 32 <= groups:
-                is_first, _ = self.cut_flags(
-                    sRequest, sUnit, chosen, groups, i * 32 + lane
-                )
-                found = cute.arch.popc(cute.arch.vote_ballot_sync(is_first))
-                splits = splits + found
-                if i < warp:
-                    before = before + found
+        for first in cutlass.range(0, groups + 1, 32, unroll=1):
+            is_first, _ = self.cut_flags(sRequest, sUnit, chosen, groups, first + lane)
+            found = cute.arch.popc(cute.arch.vote_ballot_sync(is_first))
+            splits = splits + found
+            if first < warp * 32:
+                before = before + found
         group = warp * 32 + lane
         is_first, is_last = self.cut_flags(sRequest, sUnit, chosen, groups, group)
         firsts = cute.arch.vote_ballot_sync(is_first)

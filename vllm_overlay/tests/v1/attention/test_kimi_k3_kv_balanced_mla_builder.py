@@ -86,6 +86,7 @@ def make_builder(*, speculative=7, dcp=1, interleave=1, layers=None, names=None)
         cache_config=SimpleNamespace(cache_dtype="fp8", block_size=64),
         scheduler_config=SimpleNamespace(max_num_seqs=16),
         attention_config=SimpleNamespace(use_prefill_query_quantization=False),
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
     )
     spec = MLAAttentionSpec(
         block_size=64, num_kv_heads=1, head_size=utils.HEAD, dtype=torch.uint8
@@ -176,20 +177,27 @@ def test_non_causal_draft_block():
     metadata = builder.build(0, common([7, 7, 0], [90, 20, 0], causal=False))
     assert not metadata.causal
     assert metadata.num_decodes == 3 and metadata.decode.query_len == 7
-    with pytest.raises(ValueError, match="explicitly supported"):
+    with pytest.raises(ValueError, match="non-causal step"):
         make_builder().build(0, common([7, 7], [90, 20], causal=False))
 
 
 # --- groups and DSpark with DCP ---------------------------------------------------
 
 
-def test_a_group_with_both_kinds_of_layers_is_refused():
+def test_a_group_with_both_kinds_of_layers_takes_causal_steps_only():
     layers = {"target.0": layer(), "draft.0": layer(non_causal=True)}
-    for names in (["target.0"], ["draft.0"]):
-        make_builder(layers=layers, names=names)
-    with pytest.raises(ValueError, match="each kind needs its own group") as error:
-        make_builder(layers=layers)
-    assert "target.0" in str(error.value) and "draft.0" in str(error.value)
+    builder = make_builder(layers=layers)
+    metadata = builder.build(0, common([8], [64]))
+    assert metadata.causal and metadata.num_decodes == 1
+    for build in (
+        lambda batch: builder.build(0, batch),
+        builder.build_for_cudagraph_capture,
+    ):
+        with pytest.raises(ValueError, match="draft's layers alone") as error:
+            build(common([8], [64], causal=False))
+        assert "target.0" in str(error.value) and "draft.0" not in str(error.value)
+    alone = make_builder(layers=layers, names=["draft.0"])
+    assert not alone.build(0, common([8], [64], causal=False)).causal
 
 
 @pytest.mark.parametrize("interleave", [1, 16, 64])

@@ -186,6 +186,7 @@ def test_warm_up_builds_every_kernel_that_a_step_can_ask_for(
     with registry.activate():
         for _ in range(3):
             impl = utils.make_impl(config)
+            impl.decode.register_warmup()
     assert len(registry) == 1 and core.count("build") == 0
     registry.warmup()
     built = [entry[1:] for entry in core.log]
@@ -195,14 +196,3 @@ def test_warm_up_builds_every_kernel_that_a_step_can_ask_for(
         metadata = utils.make_metadata([10], qlen, table, causal=not non_causal)
         call(impl, utils.make_query(qlen, 4), metadata, cache)
     assert core.count("build") == len(lengths)
-
-
-def test_no_registration_when_warm_up_is_off(core):
-    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
-
-    config = utils.make_config()
-    config.kernel_config.enable_jit_warmup = False
-    registry = JitWarmupRegistry(config)
-    with registry.activate():
-        utils.make_impl(config)
-    assert len(registry) == 0

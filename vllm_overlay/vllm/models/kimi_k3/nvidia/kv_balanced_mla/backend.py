@@ -38,6 +38,7 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionLayer,
     AttentionType,
+    CommonAttentionMetadata,
     MultipleOf,
 )
 
@@ -206,7 +207,14 @@ def _dsl_reason() -> str | None:
 
 
 class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """Sorts decodes from prefills; a decode batch has one query length."""
+    """Sorts decodes from prefills; a decode batch has one query length.
+
+    The runner's groups may hold the causal target's and the non-causal draft's
+    layers together: cache specs differ in more than causality before vLLM keeps
+    layers apart. The target's steps come through such a builder and are causal; the
+    draft's steps come through builders of its own layers alone. So what counts is
+    the step: one that is not causal is refused where a causal layer would run it.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
@@ -229,11 +237,10 @@ class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetad
             device: Where the metadata lives.
 
         Raises:
-            ValueError: If the group holds causal and non-causal layers, or if
-                DSpark with decode context parallelism does not fit (base class).
+            ValueError: If DSpark with decode context parallelism does not fit (base
+                class).
 
         """
-        _check_one_causality(layer_names, vllm_config)
         super().__init__(
             kv_cache_spec,
             layer_names,
@@ -242,6 +249,52 @@ class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetad
             MLACommonMetadata,
             supports_dcp_with_varlen=True,
         )
+        layers = vllm_config.compilation_config.static_forward_context
+        self._causal_layers = [
+            name
+            for name in layer_names
+            if not getattr(layers[name], "non_causal_multi_token_decode", False)
+        ]
+        # Here and not while the model is built: the runner collects warm-ups around
+        # its builders, which see the draft's layers too, but not around the draft.
+        if vllm_config.kernel_config.enable_jit_warmup:
+            for name in layer_names:
+                layers[name].impl.decode.register_warmup()
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> MLACommonMetadata:
+        """Build one step's metadata.
+
+        Args:
+            common_prefix_len: Not used.
+            common_attn_metadata: The step; its ``causal`` holds for all requests.
+            fast_build: Not used.
+
+        Returns:
+            The metadata, with decodes in front.
+
+        Raises:
+            ValueError: If the step is not causal and the group has causal layers,
+                which would see the tokens behind their own; or if causality
+                differs between requests.
+
+        """
+        causal = common_attn_metadata.causal
+        if not isinstance(causal, bool):
+            raise ValueError(
+                f"{BACKEND_NAME} takes one causality for a whole step, True or False, "
+                f"got {type(causal).__name__}: choose another --attention-backend."
+            )
+        if not causal and self._causal_layers:
+            raise ValueError(
+                f"{BACKEND_NAME} got a non-causal step for a group with the causal "
+                f"layers {self._causal_layers}; build it with the draft's layers alone."
+            )
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(
         self,
@@ -260,26 +313,6 @@ class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetad
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             query_len=max(int(query_lens.max()), 1),
-        )
-
-
-def _check_one_causality(layer_names: list[str], vllm_config: "VllmConfig") -> None:
-    """Refuse a KV-cache group that mixes the causal target and the draft.
-
-    The base class marks the whole group non-causal as soon as one layer is, so a
-    causal layer in such a group would see the tokens behind its own.
-    """
-    layers = vllm_config.compilation_config.static_forward_context
-    non_causal = [
-        name
-        for name in layer_names
-        if getattr(layers[name], "non_causal_multi_token_decode", False)
-    ]
-    if non_causal and len(non_causal) != len(layer_names):
-        causal = [name for name in layer_names if name not in non_causal]
-        raise ValueError(
-            f"{BACKEND_NAME} got a KV-cache group with causal layers ({causal}) and "
-            f"non-causal layers ({non_causal}); each kind needs its own group."
         )
 
 

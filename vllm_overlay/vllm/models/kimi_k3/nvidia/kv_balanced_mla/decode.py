@@ -200,6 +200,7 @@ class KvBalancedDecode:
         self.max_requests = config.scheduler_config.max_num_seqs
         self.device = torch.device(config.device_config.device)
         self._kv_parallel_config = _kv_parallel_config(config)
+        self._draft = config.attention_config.use_non_causal
         self._check_shape(num_heads)
 
         self._key = (BACKEND_NAME, self.heads, self.max_q)
@@ -225,8 +226,6 @@ class KvBalancedDecode:
             self.max_q,
             self.max_requests,
         )
-        if config.kernel_config.enable_jit_warmup:
-            self._register_warmup(config)
 
     def __call__(
         self,
@@ -435,12 +434,18 @@ class KvBalancedDecode:
             reasons.append(f"the query is not contiguous (strides {q.stride()})")
         return reasons, q.shape[0]
 
-    def _register_warmup(self, config: "VllmConfig") -> None:
-        """Have every kernel of this layer's shape compiled at start-up."""
-        draft = config.attention_config.use_non_causal
+    def register_warmup(self) -> None:
+        """Have every kernel of this layer's shape compiled at start-up.
+
+        Takes effect where vLLM collects warm-ups, as around its metadata builders.
+        With ``kernel_config.enable_jit_warmup`` off (``--enforce-eager`` turns it
+        off), a kernel is compiled by the first eager step that needs it, and needing
+        one inside CUDA graph capture is an error.
+        """
         # A DSpark block is num_speculative_tokens long, one more for drafts that
         # put the last verified token in front. The target also meets the shorter
         # lengths: steps without drafts and short ends of a prompt.
+        draft = self._draft
         qlens = (self.max_q - 1, self.max_q) if draft else range(1, self.max_q + 1)
         _KERNEL.register_warmup(
             heads=self.heads,

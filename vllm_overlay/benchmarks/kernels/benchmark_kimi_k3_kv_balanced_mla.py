@@ -27,9 +27,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-
 import kimi_k3_mla_cases as cases
+import torch
 from kimi_k3_mla_cases import SHAPES, Batch, Shape
 from kimi_k3_mla_peers import (
     CONTENDERS,

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
 from kimi_k3_mla_cases import BLOCK_SIZE, HEAD_DIM, LATENT, ROPE, Batch
 
 try:

@@ -112,7 +112,7 @@ class FlashMlaFp8(Contender):
             self.q, self.cache, LATENT, batch.lens, self.table(layer), batch.scale,
             True, self.tiles, self.splits, self.one, self.one,
         )  # fmt: skip
-        return out.view(-1, batch.shape.heads, LATENT)
+        return out.reshape(-1, batch.shape.heads, LATENT)
 
 
 class FlashMlaBf16(Contender):
@@ -133,7 +133,7 @@ class FlashMlaBf16(Contender):
             self.q, self.cache, self.table(layer), self.batch.lens, LATENT,
             self.metadata, softmax_scale=self.batch.scale, causal=True,
         )  # fmt: skip
-        return out.view(-1, self.batch.shape.heads, LATENT)
+        return out.reshape(-1, self.batch.shape.heads, LATENT)
 
 
 class FlashAttnMla(Contender):

@@ -5,7 +5,6 @@
 import ast
 from pathlib import Path
 
-import pytest
 import yaml
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -22,7 +21,7 @@ def backend_properties() -> dict[str, dict[str, str]]:
             names = [ast.unparse(target) for target in node.targets]
             if names == ["_BACKEND_PROPERTIES"]:
                 return ast.literal_eval(node.value)
-    pytest.fail("mla_runner.py has no _BACKEND_PROPERTIES")
+    raise AssertionError("mla_runner.py has no _BACKEND_PROPERTIES")
 
 
 def test_runner_gives_a_packed_query():

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 try:
     from vllm.models.kimi_k3.nvidia.kv_balanced_mla import config
@@ -166,16 +167,16 @@ def compile_variant(name: str) -> int:
     """Compile one variant in this process; returns its dynamic shared memory."""
     if name == "planner":
         plan = importlib.import_module(PACKAGE + ".plan")
-        module = importlib.import_module(PACKAGE + ".sm90.planner")
-        module.compile_plan_kernel(GROUPS, plan.MAX_REQUESTS)
+        planner = importlib.import_module(PACKAGE + ".sm90.planner")
+        planner.compile_plan_kernel(GROUPS, plan.MAX_REQUESTS)
         return 0
     if name == "combine":
-        module = importlib.import_module(PACKAGE + ".sm90.combine")
-        module.compile_combine_kernel(GROUPS, NUM_SMS, True)
+        combine = importlib.import_module(PACKAGE + ".sm90.combine")
+        combine.compile_combine_kernel(GROUPS, NUM_SMS, True)
         return 0
     core = importlib.import_module(PACKAGE + ".core")
-    module = importlib.import_module(PACKAGE + ".sm90.decode_kernel")
-    made = []
+    module: Any = importlib.import_module(PACKAGE + ".sm90.decode_kernel")
+    made: list[Any] = []
     kernel = module.DecodeKernel
 
     class Kept(kernel):  # type: ignore[misc, valid-type]

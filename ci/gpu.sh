@@ -81,7 +81,7 @@ if wanted main-job; then
 fi
 bench="$project/vllm_overlay/benchmarks/kernels/benchmark_kimi_k3_kv_balanced_mla.py"
 if wanted bench && [ -e "$bench" ]; then
-  case_of bench "$python" "$bench" --json "$out/ratios.json"
+  case_of bench "$python" "$bench" --ratios "$out/ratios.json"
   if [ -e "$project/ci/baseline/gpu_ratios.json" ]; then
     case_of bench-ratios "$python" "$project/ci/check_ratios.py" "$out/ratios.json" \
       "$project/ci/baseline/gpu_ratios.json"

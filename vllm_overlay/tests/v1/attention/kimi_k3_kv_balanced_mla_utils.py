@@ -201,7 +201,15 @@ def install_fake_core(monkeypatch, **kwargs) -> FakeCore:
     return core
 
 
-def make_config(*, max_num_seqs=16, speculative=0, dcp=1, non_causal=False, dbo=False):
+def make_config(
+    *,
+    max_num_seqs=16,
+    speculative=0,
+    dcp=1,
+    non_causal=False,
+    dbo=False,
+    adaptive=False,
+):
     """A real ``VllmConfig`` without a model, with the parts that decode.py reads."""
     config = VllmConfig()
     config.device_config = SimpleNamespace(device=CPU, device_type="cpu")
@@ -215,6 +223,7 @@ def make_config(*, max_num_seqs=16, speculative=0, dcp=1, non_causal=False, dbo=
             parallel_drafting=False,
             method="dspark",
             target_parallel_config=config.parallel_config,
+            enable_adaptive_verification=adaptive,
         )
     return config
 

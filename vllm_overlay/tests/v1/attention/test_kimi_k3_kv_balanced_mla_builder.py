@@ -59,7 +59,9 @@ def layer(non_causal=False):
     )
 
 
-def make_builder(*, speculative=7, dcp=1, interleave=1, layers=None, names=None):
+def make_builder(
+    *, speculative=7, dcp=1, interleave=1, layers=None, names=None, adaptive=False
+):
     layers = layers or {"target": layer()}
     speculative_config = None
     if speculative:
@@ -67,6 +69,7 @@ def make_builder(*, speculative=7, dcp=1, interleave=1, layers=None, names=None)
             method="dspark",
             num_speculative_tokens=speculative,
             parallel_drafting=True,
+            enable_adaptive_verification=adaptive,
         )
     config = SimpleNamespace(
         speculative_config=speculative_config,

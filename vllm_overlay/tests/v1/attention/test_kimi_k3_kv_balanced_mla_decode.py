@@ -270,7 +270,7 @@ def test_same_buffers_with_new_lengths(core):
         out, q = step(impl, config, metadata, cache, 1, layers=2)
         expected, _ = utils.reference_decode(q, cache, table, [length], impl.scale)
         torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=0.01)
-        buffers, scratch = impl.decode._buffers()
+        buffers, scratch, _ = impl.decode._buffers()
         pointers.add(
             (buffers.counts.data_ptr(), buffers.work.data_ptr(), scratch.data_ptr())
         )
@@ -390,7 +390,7 @@ def test_every_ubatch_has_its_own_buffers_and_plan(core):
         try:
             for layer in range(2):
                 turns[2 * layer + number].wait(60)
-                buffers, _ = impl.decode._buffers()
+                buffers, _, _ = impl.decode._buffers()
                 out, _ = impl.forward_mqa(q, cache, metadata, utils.make_layer())
                 if 2 * layer + number + 1 < len(turns):
                     turns[2 * layer + number + 1].set()

@@ -29,7 +29,12 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 from vllm.v1.worker import workspace
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, init_attn_backend
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    get_query_lens_mismatch_unsupported_backend,
+    get_varlen_cudagraph_unsupported_backend,
+    init_attn_backend,
+)
 
 pytestmark = pytest.mark.skip_global_cleanup
 
@@ -145,11 +150,15 @@ def make_layer(config, name, draft):
     return layer
 
 
-@pytest.fixture
-def engine(core, monkeypatch, one_rank):
-    """Target and draft as the runner has them when it makes attention groups."""
-    config = utils.make_config(speculative=7)
-    draft_config = utils.make_config(speculative=7, non_causal=True)
+@pytest.fixture(params=[False])
+def engine(core, monkeypatch, one_rank, request):
+    """Target and draft as the runner has them when it makes attention groups.
+
+    The parameter turns adaptive verification on.
+    """
+    adaptive = request.param
+    config = utils.make_config(speculative=7, adaptive=adaptive)
+    draft_config = utils.make_config(speculative=7, adaptive=adaptive, non_causal=True)
     draft_config.compilation_config = config.compilation_config
     for one in (config, draft_config):
         one.cache_config.cache_dtype, one.cache_config.block_size = "fp8", BLOCK
@@ -303,6 +312,39 @@ def test_nothing_is_registered_when_warm_up_is_off(engine):
     with registry.activate():
         init_attn_backend(engine.caches, engine.config, utils.CPU)
     assert len(registry) == 0
+
+
+# --- adaptive verification --------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", [True, False], indirect=True)
+def test_the_runners_checks_of_adaptive_verification(engine):
+    groups = init_attn_backend(engine.caches, engine.config, utils.CPU)[0]
+    targets = set(TARGET)
+    assert get_query_lens_mismatch_unsupported_backend(groups, targets) is None
+    unsupported = get_varlen_cudagraph_unsupported_backend(
+        groups, engine.config, 8, targets
+    )
+    if engine.config.speculative_config.enable_adaptive_verification:
+        assert unsupported is None
+    else:
+        assert unsupported == ("KimiK3KvBalancedMLABackend", None)
+
+
+@pytest.mark.parametrize("engine", [True], indirect=True)
+def test_only_the_targets_steps_are_trimmed(engine):
+    target = init_attn_backend(engine.caches, engine.config, utils.CPU)[0]
+    lengths = [200, 64]
+    _, table = utils.make_cache(lengths)
+    for groups, names, causal, trimmed in (
+        (target, TARGET, True, True),
+        (draft_groups(engine), DRAFT, False, False),
+    ):
+        metadata = step_metadata(engine, groups, lengths, 7, table, causal)
+        for name in names:
+            decode = metadata[name].decode
+            assert (decode.query_start_loc is not None) is trimmed
+            assert decode.query_len == (8 if trimmed else 7)
 
 
 # --- KV cache memory of the whole model -------------------------------------------

@@ -163,8 +163,12 @@ def test_signatures_are_those_of_the_base_classes():
 @pytest.mark.parametrize("block_size", [None, 64, 128, 1536])
 @pytest.mark.parametrize("use_dcp", [False, True])
 @pytest.mark.parametrize("use_non_causal", [False, True])
-def test_kimi_k3_on_hopper_fits(kv_cache_dtype, block_size, use_dcp, use_non_causal):
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_kimi_k3_on_hopper_fits(
+    kv_cache_dtype, block_size, use_dcp, use_non_causal, adaptive
+):
     assert not reasons(
+        use_adaptive_verification=adaptive,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         use_dcp=use_dcp,
@@ -192,7 +196,6 @@ def test_kimi_k3_on_hopper_fits(kv_cache_dtype, block_size, use_dcp, use_non_cau
         ({"use_pcp": True}, ["PCP not supported"]),
         ({"use_batch_invariant": True}, ["batch invariance"]),
         ({"attn_type": "encoder"}, ["encoder"]),
-        ({"use_adaptive_verification": True}, ["adaptive verification"]),
     ],
 )
 def test_a_misfit_has_its_reason(overrides, parts):

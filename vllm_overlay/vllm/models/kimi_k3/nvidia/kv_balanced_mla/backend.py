@@ -32,6 +32,7 @@ from vllm.models.kimi_k3.nvidia.kv_balanced_mla.decode import (
     LATENT,
     ROPE,
     KvBalancedDecode,
+    verifies_adaptively,
 )
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
@@ -40,11 +41,12 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
+    max_decode_query_len,
 )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 _KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 # Kimi K3's text config; KimiK3Config wraps it, KimiLinearForCausalLM is it.
@@ -60,10 +62,13 @@ class KvBalancedDecodeMetadata(MLACommonDecodeMetadata):
         query_len: Query tokens of each decoding request, from the host's
             ``query_start_loc``. Requests that pad a CUDA graph have length 0
             there and do not count.
+        query_start_loc: ``[num_decodes + 1]`` int32 on the device if only the device
+            knows the query lengths, else None. They are then ``query_len`` at most.
 
     """
 
     query_len: int = 1
+    query_start_loc: torch.Tensor | None = None
 
 
 class KimiK3KvBalancedMLABackend(MLACommonBackend):
@@ -102,9 +107,8 @@ class KimiK3KvBalancedMLABackend(MLACommonBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # The kernel is told one query length for the whole batch, read from the
-        # host: adaptive verification trims the lengths on the device.
-        return False
+        # Adaptive verification trims the lengths on the device: see trimmed.py.
+        return True
 
     @classmethod
     def supports_combination(
@@ -209,6 +213,9 @@ def _dsl_reason() -> str | None:
 class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Sorts decodes from prefills; a decode batch has one query length.
 
+    With adaptive verification it has one longest query length instead, and the device
+    has the rest (see ``trimmed.py``).
+
     The runner's groups may hold the causal target's and the non-causal draft's
     layers together: cache specs differ in more than causality before vLLM keeps
     layers apart. The target's steps come through such a builder and are causal; the
@@ -255,6 +262,12 @@ class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetad
             for name in layer_names
             if not getattr(layers[name], "non_causal_multi_token_decode", False)
         ]
+        self._trims = bool(self._causal_layers) and verifies_adaptively(vllm_config)
+        if self._trims:
+            # The host's lengths are not the real ones: they must not decide which
+            # requests are decodes.
+            self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
+        self._for_capture = False
         # Here and not while the model is built: the runner collects warm-ups around
         # its builders, which see the draft's layers too, but not around the draft.
         if vllm_config.kernel_config.enable_jit_warmup:
@@ -296,6 +309,25 @@ class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetad
             )
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> MLACommonMetadata:
+        """Build a capture's metadata; its graph replays any query lengths."""
+        self._for_capture = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._for_capture = False
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: "VllmConfig", kv_cache_spec: "KVCacheSpec"
+    ) -> int | None:
+        """Return the longest query that a graph of any lengths replays."""
+        if not verifies_adaptively(vllm_config):
+            return None
+        return max_decode_query_len(vllm_config)
+
     def _build_decode(
         self,
         block_table_tensor: torch.Tensor,
@@ -308,11 +340,21 @@ class KimiK3KvBalancedMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetad
         dcp_tot_seq_lens_device: torch.Tensor | None,
     ) -> KvBalancedDecodeMetadata:
         query_lens = query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]
+        query_len = max(int(query_lens.max()), 1)
+        query_start_loc = None
+        if self._trims:
+            longest = max_decode_query_len(self.vllm_config)
+            total, live = int(query_lens.sum()), int((query_lens > 0).sum())
+            # A request has 1 to `longest` tokens, so these totals fix all lengths.
+            certain = total in (live, live * longest)
+            if self._for_capture or not certain:
+                query_len, query_start_loc = longest, query_start_loc_device
         return KvBalancedDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            query_len=max(int(query_lens.max()), 1),
+            query_len=query_len,
+            query_start_loc=query_start_loc,
         )
 
 

@@ -11,8 +11,12 @@ Buffers, each one per micro-batch (ubatch) and workspace lane:
 * ``counts`` and ``work``: the plan, int32, persistent, shared by all layers of a
   shape (backend, heads, longest query), because they run one after another.
 * the split-KV scratch: a view of the shared decode workspace.
+
+With adaptive verification the device decides how many draft tokens of a request are
+verified; ``trimmed.py`` says how such a batch runs on a kernel of one query length.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -27,6 +31,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel, WarmupChoices
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla import core
+from vllm.models.kimi_k3.nvidia.kv_balanced_mla.trimmed import TrimmedRows
 from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.worker import ubatching
 from vllm.v1.worker.workspace import current_workspace_manager
@@ -157,6 +162,7 @@ class _Buffers:
     counts: torch.Tensor  # [core.counts_len()] int32
     work: torch.Tensor  # [core.work_list_len(...)] int32
     plan: _Plan
+    rows: TrimmedRows | None  # with adaptive verification
 
 
 @contextmanager
@@ -201,6 +207,8 @@ class KvBalancedDecode:
         self.device = torch.device(config.device_config.device)
         self._kv_parallel_config = _kv_parallel_config(config)
         self._draft = config.attention_config.use_non_causal
+        # Only the target verifies; the draft's blocks are always whole.
+        self._trims = not self._draft and verifies_adaptively(config)
         self._check_shape(num_heads)
 
         self._key = (BACKEND_NAME, self.heads, self.max_q)
@@ -213,6 +221,8 @@ class KvBalancedDecode:
         self._scratch_bytes = max(
             core.workspace_bytes(self.heads, q, self.max_requests) for q in qlens
         )
+        self._max_rows = self.max_requests * self.max_q
+        self._query_bytes = self._max_rows * self.heads * (LATENT + ROPE)
         # Matches the number of slots of the worker's workspace manager.
         for ubatch in range(2 if config.parallel_config.enable_dbo else 1):
             with _in_ubatch(ubatch):
@@ -257,16 +267,21 @@ class KvBalancedDecode:
         assert decode is not None, "a step without decodes has no decode metadata"
         qlen = self._check_step(q, attn_metadata)
         assert isinstance(q, torch.Tensor)
-        requests = q.shape[0] // qlen
+        tokens = q.shape[0]
+        starts = getattr(decode, "query_start_loc", None)
+        requests = tokens // qlen if starts is None else attn_metadata.num_decodes
         causal = bool(attn_metadata.causal)
         seq_lens = decode.seq_lens[:requests]
-        buffers, scratch = self._buffers()
+        buffers, scratch, query = self._buffers()
 
         compile_key = _KERNEL.CompileKey(
             self.heads, qlen, self.max_requests, causal, self.device
         )
         kernel = _KERNEL(compile_key)
-        self._plan(buffers, kernel, compile_key, seq_lens)
+        self._plan(buffers, kernel, compile_key, seq_lens, starts, tokens)
+        rows = None if starts is None else buffers.rows
+        if rows is not None:
+            q = rows.spread(q, requests, qlen, query)
 
         lse = None
         if impl.need_to_return_lse_for_decode:
@@ -294,6 +309,9 @@ class KvBalancedDecode:
             causal_lens=causal_lens,
             cp=cp,
         )
+        if rows is not None:
+            out = rows.pack(out, tokens, 0.0)
+            lse = None if lse is None else rows.pack(lse, tokens, -math.inf)
         return out, lse
 
     def _check_shape(self, num_heads: int) -> None:
@@ -328,19 +346,42 @@ class KvBalancedDecode:
             torch.int32,
             zero_init=True,
         )
+        rows = self._reserve_rows() if self._trims else None
         manager.get_persistent_resource(
-            (_Buffers, *self._key), lambda: _Buffers(counts, work, _Plan())
+            (_Buffers, *self._key), lambda: _Buffers(counts, work, _Plan(), rows)
         )
-        manager.get_simultaneous(((self._scratch_bytes,), torch.uint8))
+        manager.get_simultaneous(*self._scratch_shapes())
 
-    def _buffers(self) -> tuple[_Buffers, torch.Tensor]:
-        """This ubatch's and lane's plan buffers and ``[bytes]`` uint8 scratch."""
+    def _reserve_rows(self) -> TrimmedRows:
+        def persistent(name: str, dtype: torch.dtype) -> torch.Tensor:
+            key = (*self._key, name, self._max_rows)
+            return current_workspace_manager().get_persistent(
+                key, (self._max_rows,), dtype, zero_init=True
+            )
+
+        return TrimmedRows(
+            token_of_row=persistent("token_of_row", torch.int64),
+            row_of_token=persistent("row_of_token", torch.int64),
+            is_padding=persistent("is_padding", torch.bool),
+        )
+
+    def _scratch_shapes(self) -> tuple[tuple[tuple[int], torch.dtype], ...]:
+        """Split-KV scratch, then the query's rows if a batch can be trimmed."""
+        scratch = ((self._scratch_bytes,), torch.uint8)
+        query = ((self._query_bytes if self._trims else 0,), torch.uint8)
+        return scratch, query
+
+    def _buffers(self) -> tuple[_Buffers, torch.Tensor, torch.Tensor]:
+        """This ubatch's and lane's plan buffers.
+
+        With ``[bytes]`` uint8 split-KV scratch and ``[bytes]`` uint8 query rows.
+        """
         manager = current_workspace_manager()
         buffers = manager.get_persistent_resource(
             (_Buffers, *self._key), self._raise_not_reserved
         )
-        (scratch,) = manager.get_simultaneous(((self._scratch_bytes,), torch.uint8))
-        return buffers, scratch
+        scratch, query = manager.get_simultaneous(*self._scratch_shapes())
+        return buffers, scratch, query
 
     def _raise_not_reserved(self) -> _Buffers:
         raise ValueError(
@@ -355,6 +396,8 @@ class KvBalancedDecode:
         kernel: "core.KvBalancedMla",
         compile_key: KvBalancedMlaKernel.CompileKey,
         seq_lens: torch.Tensor,
+        starts: torch.Tensor | None,
+        tokens: int,
     ) -> None:
         """Plan the split of the KV unless this forward has done it already."""
         forward = get_forward_context() if is_forward_context_available() else None
@@ -364,6 +407,7 @@ class KvBalancedDecode:
             compile_key,
             seq_lens.data_ptr(),
             seq_lens.shape[0],
+            None if starts is None else (starts.data_ptr(), tokens),
             _is_capturing(),
         )
         plan = buffers.plan
@@ -371,6 +415,9 @@ class KvBalancedDecode:
             plan.reused += 1
             return
         kernel.plan(seq_lens, buffers.counts, buffers.work)
+        if starts is not None:
+            assert buffers.rows is not None
+            buffers.rows.fill(starts, compile_key.qlen, tokens)
         plan.set_for(forward, key)
         plan.planned += 1
 
@@ -390,7 +437,14 @@ class KvBalancedDecode:
         qlen = getattr(attn_metadata.decode, "query_len", None)
         if qlen is None:
             qlen = -(-tokens // max(requests, 1))
-        if qlen < 1 or tokens % qlen or tokens > requests * qlen or not tokens:
+        trimmed = getattr(attn_metadata.decode, "query_start_loc", None) is not None
+        if trimmed and not self._trims:
+            reasons.append(
+                "the query lengths are on the device, which only a target with "
+                "enable_adaptive_verification has buffers for"
+            )
+        uneven = qlen < 1 or (not trimmed and tokens % qlen)
+        if uneven or not 0 < tokens <= requests * qlen:
             reasons.append(
                 f"the query length is not uniform: {tokens} query tokens over "
                 f"{requests} requests of {qlen} each"
@@ -454,6 +508,12 @@ class KvBalancedDecode:
             causal=not draft,
             device=self.device,
         )
+
+
+def verifies_adaptively(config: "VllmConfig") -> bool:
+    """Whether the device decides how many draft tokens a step verifies."""
+    spec = config.speculative_config
+    return bool(getattr(spec, "enable_adaptive_verification", False))
 
 
 def _kv_parallel_config(config: "VllmConfig") -> "ParallelConfig":

@@ -57,6 +57,7 @@ tests_root() {
   local root="$project/build/tests-root"
   mkdir -p "$root"
   ln -sfn ../vllm/tests "$root/tests"
+  ln -sfn ../vllm/benchmarks "$root/benchmarks"
   cp "$project/build/vllm/pyproject.toml" "$root/pyproject.toml"
   echo "$root"
 }

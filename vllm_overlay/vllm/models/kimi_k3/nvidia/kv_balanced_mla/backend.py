@@ -27,10 +27,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
+from vllm.models.kimi_k3.nvidia.kv_balanced_mla.config import LATENT, ROPE
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla.decode import (
     BACKEND_NAME,
-    LATENT,
-    ROPE,
     KvBalancedDecode,
     verifies_adaptively,
 )

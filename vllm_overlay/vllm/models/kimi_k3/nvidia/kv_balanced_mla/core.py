@@ -114,7 +114,7 @@ def work_list_len(heads: int, qlen: int, max_requests: int, clusters: int) -> in
 
 
 def _partial_sizes(geometry: DecodeGeometry, groups: int) -> tuple[int, int]:
-    rows = 2 * groups * geometry.rows
+    rows = plan.partial_slots(groups) * geometry.rows
     return rows * LATENT * 4, -(-rows * 4 // 128) * 128
 
 

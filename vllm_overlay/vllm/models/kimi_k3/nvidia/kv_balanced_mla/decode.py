@@ -31,6 +31,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel, WarmupChoices
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla import core
+from vllm.models.kimi_k3.nvidia.kv_balanced_mla.config import LATENT, ROPE
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla.trimmed import TrimmedRows
 from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.worker import ubatching
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 BACKEND_NAME = "KIMI_K3_KV_BALANCED_MLA"
-LATENT = 512
-ROPE = 64
 _FP8 = torch.float8_e4m3fn
 
 

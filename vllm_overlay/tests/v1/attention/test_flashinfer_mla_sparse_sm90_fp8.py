@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Sparse MLA decode over an FP8 cache on Hopper, against float64.
+
+Triton's interpreter does not run Gluon, so without a GPU the kernels' own source runs
+here on torch tensors: ``Emulator`` stands in for ``gl``. It has no layouts, but knows
+pointers' bounds, when an asynchronous copy lands, and what uninitialised shared memory
+holds (NaN). On a Hopper GPU the same cases run on the compiled kernels.
+"""
+
+import itertools
+import math
+import types
+
+import pytest
+import torch
+
+from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_fp8 as module
+
+LATENT, ROPE = 512, 64
+FP8 = torch.float8_e4m3fn
+NAN_BYTE = 0x7F
+MAX_ERROR = 0.004
+"""Relative to the output's norm: bf16's own rounding is 0.0017 on average."""
+MAX_LSE_ERROR = 1e-3
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+DEVICE = "cuda" if ON_HOPPER else "cpu"
+
+
+class Value:
+    """A tensor or scalar of a kernel: a torch tensor, perhaps a pointer's offset."""
+
+    def __init__(self, data, base=None):
+        self.data = data if isinstance(data, torch.Tensor) else torch.tensor(data)
+        self.base = base
+
+    def to(self, dtype, bitcast=False):
+        """Convert, or reinterpret the bits."""
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
+
+    def __getitem__(self, index):
+        return Value(self.data[index], self.base)
+
+    def __bool__(self):
+        return bool(self.data)
+
+    def __index__(self):
+        return int(self.data)
+
+    def _with(self, other, op):
+        base = self.base
+        if isinstance(other, Value):
+            base = base if other.base is None else other.base
+            other = other.data
+        if base is not None:
+            return Value(op(self.data.long(), other), base)
+        return Value(op(self.data, other))
+
+    def __add__(self, other):
+        return self._with(other, lambda a, b: a + b)
+
+    def __sub__(self, other):
+        return self._with(other, lambda a, b: a - b)
+
+    def __mul__(self, other):
+        return self._with(other, lambda a, b: a * b)
+
+    def __truediv__(self, other):
+        return self._with(other, lambda a, b: a / b)
+
+    def __rtruediv__(self, other):
+        return self._with(other, lambda a, b: b / a)
+
+    def __floordiv__(self, other):
+        return self._with(other, lambda a, b: a // b)
+
+    def __mod__(self, other):
+        return self._with(other, lambda a, b: a % b)
+
+    def __and__(self, other):
+        return self._with(other, lambda a, b: a & b)
+
+    def __or__(self, other):
+        return self._with(other, lambda a, b: a | b)
+
+    def __lshift__(self, other):
+        return self._with(other, lambda a, b: a << b)
+
+    def __lt__(self, other):
+        return self._with(other, lambda a, b: a < b)
+
+    def __gt__(self, other):
+        return self._with(other, lambda a, b: a > b)
+
+    def __ge__(self, other):
+        return self._with(other, lambda a, b: a >= b)
+
+    def __eq__(self, other):
+        return self._with(other, lambda a, b: a == b)
+
+    def __ne__(self, other):
+        return self._with(other, lambda a, b: a != b)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+    __hash__ = None
+
+
+def raw(x):
+    """The torch tensor or number inside."""
+    return x.data if isinstance(x, Value) else x
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def index(self, i):
+        return Shared(self.data[int(i)])
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.data.narrow(dim, start, length))
+
+    def permute(self, order):
+        return Shared(self.data.permute(order))
+
+    def load(self, layout):
+        return Value(self.data.clone())
+
+    def store(self, value):
+        self.data.copy_(value.data)
+
+
+class Emulator:
+    """What the kernels use of ``gl``, for one program at a time."""
+
+    int16, int32, int64 = torch.int16, torch.int32, torch.int64
+    float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
+
+    def __init__(self):
+        self.program = (0, 0)
+        self.copies: list[list] = [[]]
+        self.nvidia = types.SimpleNamespace(
+            ampere=types.SimpleNamespace(mma_v2=self.mma, async_copy=self)
+        )
+        for layout in (
+            "BlockedLayout SliceLayout SwizzledSharedLayout "
+            "NVMMADistributedLayout DotOperandLayout"
+        ).split():
+            setattr(self, layout, lambda *args: None)
+
+    constexpr = staticmethod(lambda value: value)
+    static_range = staticmethod(range)
+
+    def program_id(self, axis):
+        return Value(torch.tensor(self.program[axis], dtype=torch.int32))
+
+    def arange(self, start, end, layout):
+        return Value(torch.arange(start, end, dtype=torch.int32))
+
+    def full(self, shape, value, dtype, layout):
+        return Value(torch.full(shape, value, dtype=dtype))
+
+    def minimum(self, a, b):
+        return Value(torch.minimum(torch.as_tensor(raw(a)), torch.as_tensor(raw(b))))
+
+    def maximum(self, a, b):
+        return Value(torch.maximum(torch.as_tensor(raw(a)), torch.as_tensor(raw(b))))
+
+    def where(self, condition, a, b):
+        return Value(torch.where(torch.as_tensor(raw(condition)), raw(a), raw(b)))
+
+    def exp2(self, x):
+        return Value(torch.exp2(x.data))
+
+    def log2(self, x):
+        return Value(torch.log2(x.data))
+
+    def max(self, x, axis):
+        return Value(x.data.amax(axis))
+
+    def sum(self, x, axis):
+        return Value(x.data.sum(axis))
+
+    def load(self, pointer, mask=None, other=None):
+        """Load; a live lane outside of the tensor's storage is an IndexError."""
+        at = pointer.data
+        if mask is not None:
+            at = torch.where(torch.broadcast_to(mask.data, at.shape), at, 0)
+        if at.min() < 0 or at.max() >= pointer.base.numel():
+            raise IndexError(f"address {int(at.min())} to {int(at.max())} is outside")
+        x = pointer.base[at]
+        return Value(x if mask is None else torch.where(mask.data, x, other))
+
+    def store(self, pointer, value, mask=None):
+        """Store the live lanes; one outside of the storage is an IndexError."""
+        at, x = torch.broadcast_tensors(pointer.data, value.data)
+        if mask is not None:
+            live = torch.broadcast_to(torch.as_tensor(mask.data), at.shape)
+            at, x = at[live], x[live]
+        if at.numel() and (at.min() < 0 or at.max() >= pointer.base.numel()):
+            raise IndexError(f"address {int(at.min())} to {int(at.max())} is outside")
+        pointer.base[at] = x.to(pointer.base.dtype)
+
+    def allocate_shared_memory(self, dtype, shape, layout, value=None):
+        data = torch.full(shape, 0x7F7F, dtype=torch.int16).view(dtype)
+        if value is not None:
+            data.copy_(value.data)
+        return Shared(data)
+
+    def async_copy_global_to_shared(self, dst, pointer):
+        dst.data.fill_(0x7F7F)  # until the wait, readers see NaN
+        self.copies[-1].append((dst, self.load(pointer)))
+
+    def commit_group(self):
+        self.copies.append([])
+
+    def wait_group(self, pending):
+        done = len(self.copies) - 1 - pending
+        for dst, value in itertools.chain(*self.copies[: max(done, 0)]):
+            dst.store(value)
+        self.copies = self.copies[max(done, 0) :]
+
+    def mma(self, a, b, acc):
+        assert a.data.dtype == b.data.dtype == torch.float16
+        return Value(acc.data + a.data.float() @ b.data.float())
+
+    def inline_asm_elementwise(self, asm, constraints, args, **_):
+        if "griddepcontrol" in asm:
+            return None
+        assert "cvt.rn.f16x2.e4m3x2" in asm and "0x3120" in asm
+        pairs = args[0].data.contiguous().view(FP8).to(torch.float16)
+        pairs = pairs.view(*args[0].data.shape, 2)
+        return Value(pairs[..., 0]), Value(pairs[..., 1])
+
+
+class Launch:
+    """A kernel that runs under the emulator: ``kernel[grid](...)``."""
+
+    def __init__(self, kernel, emulator):
+        self.function = getattr(kernel, "fn", kernel)
+        self.emulator = emulator
+
+    def __getitem__(self, grid):
+        def run(*args, num_warps, launch_pdl=False, **constants):
+            for y, x in itertools.product(range(grid[1]), range(grid[0])):
+                self.emulator.program = (x, y)
+                self.emulator.copies = [[]]
+                self.function(*map(self.argument, args), **constants)
+
+        return run
+
+    @staticmethod
+    def argument(x):
+        if not isinstance(x, torch.Tensor):
+            return Value(x)
+        size = x.untyped_storage().nbytes() // x.element_size()
+        base = torch.as_strided(x, (size,), (1,), 0)
+        return Value(torch.tensor(x.storage_offset()), base)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Without a Hopper GPU, run the kernels under the emulator."""
+    if ON_HOPPER:
+        return
+    emulator = Emulator()
+    monkeypatch.setattr(module, "gl", emulator)
+    for name in ("_unpack", "_stage_query", "_gather", "_scores"):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, getattr(function, "fn", function))
+    for name in ("LATENT_PAIRS", "_UNPACK_ASM", "_LAUNCH_DEPENDENTS_ASM", "_WAIT_ASM"):
+        value = getattr(module, name)
+        monkeypatch.setattr(module, name, getattr(value, "value", value))
+    for name in ("_decode_kernel", "_merge_kernel"):
+        monkeypatch.setattr(module, name, Launch(getattr(module, name), emulator))
+
+
+class Case:
+    """Inputs with a NaN in slot 0 and -1 in the tails, and the answer in float64."""
+
+    def __init__(self, lens, width, heads, rope, k_scale=1.0, seed=0, spread=1.0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        rows, dim = len(lens), LATENT + rope
+        self.heads, self.rope, self.width = heads, rope, width
+        self.k_scale, self.scale = k_scale, dim**-0.5
+        pool = 4 * width + 1
+        wide = torch.zeros(pool, dim + 16)  # rows further apart than they are long
+        wide[:, :dim] = normal(pool, dim) + 0.3
+        self.cache = (wide / k_scale).to(FP8)
+        self.cache.view(torch.uint8)[0] = NAN_BYTE
+        self.cache = self.cache.to(DEVICE)[:, :dim]
+        # One packed query, as under DCP: strides are the kernel's arguments.
+        q = (normal(rows, heads, LATENT + ROPE) * spread).bfloat16().to(DEVICE)
+        self.q_nope, self.q_pe = q[..., :LATENT], q[..., LATENT:]
+        slots = torch.full((rows, width + 3), -1, dtype=torch.int32)
+        for row, n in enumerate(lens):
+            slots[row, :n] = torch.randperm(pool - 1, generator=generator)[:n] + 1
+        self.slots = slots.to(DEVICE)[:, :width]
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+
+    def run(self, rows=None, max_rows=None, lse=True, **options):
+        """Output and LSE of the rows in the order ``rows``."""
+        index = torch.arange(len(self.lens)) if rows is None else torch.tensor(rows)
+        index = index.to(DEVICE)
+        decoder = module.SparseFp8Decode(
+            max_rows or len(index), self.heads, self.rope, self.width, DEVICE, **options
+        )
+        decoder._part.fill_(math.nan)
+        decoder._part_lse.fill_(math.nan)
+        out = torch.full((len(index), self.heads, LATENT), math.nan, device=DEVICE)
+        out = out.bfloat16()
+        value = torch.full((len(index), self.heads), math.nan, device=DEVICE)
+        decoder.decode(
+            self.q_nope[index],
+            self.q_pe[index] if self.rope else None,
+            self.cache,
+            self.slots[index],
+            self.lens[index],
+            self.scale,
+            self.k_scale,
+            out,
+            value if lse else None,
+        )
+        return out, value
+
+    def reference(self):
+        """Output and LSE (log2) in float64."""
+        out = torch.zeros(len(self.lens), self.heads, LATENT, dtype=torch.float64)
+        lse = torch.full((len(self.lens), self.heads), -math.inf, dtype=torch.float64)
+        for row, n in enumerate(self.lens.tolist()):
+            if n == 0:
+                continue
+            kv = self.cache[self.slots[row, :n].long()].double() * self.k_scale
+            q = self.q_nope[row].double()
+            if self.rope:
+                q = torch.cat([q, self.q_pe[row].double()], 1)
+            s = q @ kv.T * self.scale
+            out[row] = torch.softmax(s, -1) @ kv[:, :LATENT]
+            lse[row] = torch.logsumexp(s, -1) / math.log(2)
+        return out, lse
+
+    def check(self, **options):
+        """Run and compare every row with float64."""
+        out, lse = self.run(**options)
+        want, want_lse = self.reference()
+        for row, n in enumerate(self.lens.tolist()):
+            if n == 0:
+                assert (out[row] == 0).all() and (lse[row] == -math.inf).all()
+                continue
+            got, true = out[row].double().cpu(), want[row]
+            error = ((got - true).norm(dim=-1) / true.norm(dim=-1)).max()
+            assert error < MAX_ERROR, (row, n, float(error))
+            error = (lse[row].double().cpu() - want_lse[row]).abs().max()
+            assert error < MAX_LSE_ERROR, (row, n, float(error))
+        return out, lse
+
+
+SMALL = module.Tile(heads=8, tokens=16, stages=2, warps=1)
+
+
+@pytest.mark.parametrize("rope", [0, ROPE])
+@pytest.mark.parametrize("splits", [1, 2, 7])
+def test_lengths(rope, splits):
+    width = 150
+    lens = [0, 1, 63, 64, 65, width]
+    Case(lens, width, 8, rope).check(splits=splits)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 12, 16, 17, 128])
+def test_heads(heads):
+    Case([70, 0, 3], 80, heads, ROPE).check()
+
+
+@pytest.mark.parametrize("k_scale", [0.25, 0.5, 1.0, 4.0])
+@pytest.mark.parametrize("rope", [0, ROPE])
+def test_scale_covers_latent_rope_and_value(k_scale, rope):
+    Case([70], 80, 8, rope, k_scale=k_scale).check()

@@ -1,0 +1,657 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Sparse MLA decode over an FP8 (e4m3) latent cache on Hopper, gathered by slot.
+
+For query row r, head h and the slots ``slots[r, :lens[r]]`` (``scale`` is the softmax
+scale times ``k_scale``):
+
+    s_n = q[r, h] . kv[slot_n] * scale              (512 latent + 64 rope values)
+    o   = k_scale * sum_n 2^(s_n log2 e) latent[slot_n] / sum_n 2^(s_n log2 e)
+    lse = log2(sum_n 2^(s_n log2 e))
+
+Everything is transposed so that tokens and latent values, not the few heads, fill the
+16 rows of the tensor core's m16n8k16: ``S^T = K Q^T`` and ``O^T = V^T P^T``. With 8
+heads nothing is padded.
+
+The cache is moved and read as 16-bit words, each a pair of neighbouring e4m3 values:
+``cp.async`` gathers a row in 16-byte pieces, ``ldmatrix`` (plain for K, transposed for
+V) brings the words into the operand layout of a 16-bit MMA, and there one word becomes
+an even and an odd value in f16, which holds every e4m3 value exactly. So one copy of
+the tile in shared memory, in FP8, serves both products, and each is the sum of an even
+and an odd half. P is f16 too; all sums are fp32.
+
+Grid: ``(rows x head blocks, splits)``. A split takes an equal share of the row's tiles,
+read from ``lens`` on the device. Several splits write normalised fp32 partials with
+their LSE, and a second kernel merges them. A row without slots gets output 0 and LSE
+-inf. Slots past ``lens[r]`` are not read: the last tile repeats the last valid slot.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm.triton_utils import LOG2E, gl, gluon
+from vllm.utils.math_utils import cdiv
+
+LATENT = 512
+ROPE = 64
+LATENT_PAIRS = gl.constexpr(256)
+MAX_HEADS = 128
+MAX_SPLITS = 64
+"""Size of the merge's tile of partials."""
+
+# One 32-bit register holds the words of two neighbours along the product's inner
+# dimension: bytes (even, odd, even, odd). Sort them, then convert pair by pair.
+_UNPACK_ASM = gl.constexpr(
+    "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t; "
+    "cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
+)
+_LAUNCH_DEPENDENTS_ASM = gl.constexpr("griddepcontrol.launch_dependents; // $0")
+_WAIT_ASM = gl.constexpr("griddepcontrol.wait; // $0")
+
+
+@gluon.jit
+def _unpack(words):
+    """The even (low byte) and odd (high byte) e4m3 values of 16-bit words, as f16."""
+    return gl.inline_asm_elementwise(
+        _UNPACK_ASM,
+        "=r,=r,r",
+        [words],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _stage_query(
+    q, head0, heads, head_stride, HB: gl.constexpr, PAIRS: gl.constexpr, NW: gl.constexpr
+):
+    """Copy HB heads of a row's query to shared memory, even and odd values apart.
+
+    ``q`` points at bf16 pairs (int32), ``head_stride`` counts pairs. Returns two f16
+    buffers ``[HB, PAIRS]``.
+    """
+    wide: gl.constexpr = PAIRS >= 128
+    regs: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [1, 32] if wide else [4, 8], [NW, 1], [1, 0]
+    )
+    shared: gl.constexpr = gl.SwizzledSharedLayout(
+        8, 1 if wide else 2, 8 if wide else 4, [1, 0]
+    )
+    head = head0 + gl.arange(0, HB, gl.SliceLayout(1, regs))
+    pair = gl.arange(0, PAIRS, gl.SliceLayout(0, regs))
+    words = gl.load(
+        q + head[:, None] * head_stride + pair[None, :],
+        mask=(head < heads)[:, None],
+        other=0,
+    )
+    even = (words << 16).to(gl.float32, bitcast=True).to(gl.float16)
+    odd = (words & -65536).to(gl.float32, bitcast=True).to(gl.float16)
+    return (
+        gl.allocate_shared_memory(gl.float16, [HB, PAIRS], shared, even),
+        gl.allocate_shared_memory(gl.float16, [HB, PAIRS], shared, odd),
+    )
+
+
+@gluon.jit
+def _gather(dst, cache, slot, chunks, first: gl.constexpr, pairs: gl.constexpr, layout: gl.constexpr):
+    """Start copying ``pairs`` words from word ``first`` on of each slot's row."""
+    # Rows are a multiple of 16 bytes apart; said this way the copies stay 16 wide.
+    at = slot.to(gl.int64) * chunks * 8
+    word = gl.arange(0, pairs, gl.SliceLayout(0, layout)) + first
+    gl.nvidia.ampere.async_copy.async_copy_global_to_shared(
+        dst, cache + at[:, None] + word[None, :]
+    )
+
+
+@gluon.jit
+def _scores(even_acc, odd_acc, kv, q_even, q_odd, PAIRS: gl.constexpr, STEP: gl.constexpr, a: gl.constexpr, b: gl.constexpr):
+    """Add K Q^T over PAIRS words to the two accumulators, STEP words at a time."""
+    for i in gl.static_range(PAIRS // STEP):
+        even, odd = _unpack(kv.slice(i * STEP, STEP, dim=1).load(a))
+        q = q_even.slice(i * STEP, STEP, dim=1).permute((1, 0)).load(b)
+        even_acc = gl.nvidia.ampere.mma_v2(even, q, even_acc)
+        q = q_odd.slice(i * STEP, STEP, dim=1).permute((1, 0)).load(b)
+        odd_acc = gl.nvidia.ampere.mma_v2(odd, q, odd_acc)
+    return even_acc, odd_acc
+
+
+# All but the cache, whose 16-byte alignment the copies need: one binary serves every
+# stride and address, so nothing compiles after the warm-up.
+_NEVER_SPECIALIZE = [
+    *("q_nope", "q_pe", "slots", "lens", "out", "lse", "part", "part_lse"),
+    *("qn_row", "qn_head", "qp_row", "qp_head", "chunks", "slot_row"),
+    *("out_row", "out_head", "lse_row", "lse_head"),
+    *("width", "heads", "splits", "has_lse"),
+]
+
+
+@gluon.jit(do_not_specialize=_NEVER_SPECIALIZE)
+def _decode_kernel(
+    q_nope,  # bf16 pairs [rows, heads, 256] as int32
+    q_pe,  # bf16 pairs [rows, heads, 32] as int32
+    cache,  # e4m3 pairs [slots, 256 + 32] as int16, rows 16 * chunks bytes apart
+    slots,  # int32 [rows, width]
+    lens,  # int32 [rows]
+    out,  # bf16 pairs [rows, heads, 256] as int32
+    lse,  # fp32 [rows, heads]
+    part,  # fp32 [rows, splits, heads, 2, 256]: even values, odd values
+    part_lse,  # fp32 [rows, splits, heads]
+    qn_row,
+    qn_head,
+    qp_row,
+    qp_head,
+    chunks,
+    slot_row,
+    out_row,
+    out_head,
+    lse_row,
+    lse_head,
+    width,
+    heads,
+    splits,
+    has_lse,
+    scale_log2,
+    k_scale,
+    HB: gl.constexpr,  # heads of a block
+    ROPE_PAIRS: gl.constexpr,
+    BN: gl.constexpr,  # tokens of a tile
+    NS: gl.constexpr,  # tiles in shared memory
+    NW: gl.constexpr,  # warps
+    DS: gl.constexpr,  # words of a tile's row that a step of Q K^T converts
+    TS: gl.constexpr,  # tokens that a step of P V converts
+    SPLIT: gl.constexpr,
+):
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    copy_pe: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
+    a: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    b: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    by_head: gl.constexpr = gl.SliceLayout(0, mma)
+    by_row: gl.constexpr = gl.SliceLayout(1, mma)
+    AHEAD: gl.constexpr = NS - 1 if NS > 1 else 1  # tiles that are under way
+
+    if SPLIT:
+        # The merge may get ready; it waits for this grid's end before it reads.
+        gl.inline_asm_elementwise(
+            _LAUNCH_DEPENDENTS_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    blocks = (heads + HB - 1) // HB
+    row = gl.program_id(0) // blocks
+    head0 = gl.program_id(0) % blocks * HB
+    split = gl.program_id(1)
+    row64 = row.to(gl.int64)
+    length = gl.minimum(gl.load(lens + row), width)
+    tiles = (length + BN - 1) // BN
+    first = tiles * split // splits
+    end = tiles * (split + 1) // splits
+
+    top = gl.full([HB], float("-inf"), gl.float32, by_head)
+    total = gl.full([BN, HB], 0.0, gl.float32, mma)
+    even_out = gl.full([LATENT_PAIRS, HB], 0.0, gl.float32, mma)
+    odd_out = gl.full([LATENT_PAIRS, HB], 0.0, gl.float32, mma)
+
+    if first < end:
+        slots += row64 * slot_row
+        last = length - 1
+        n = gl.arange(0, BN, gl.SliceLayout(1, copy))
+        n_pe = gl.arange(0, BN, gl.SliceLayout(1, copy_pe))
+        kv = gl.allocate_shared_memory(
+            gl.int16, [NS, BN, LATENT_PAIRS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        )
+        if ROPE_PAIRS > 0:
+            kpe = gl.allocate_shared_memory(
+                gl.int16, [NS, BN, ROPE_PAIRS], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+            )
+        probs = gl.allocate_shared_memory(
+            gl.float16, [BN, HB], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+        )
+        for i in gl.static_range(AHEAD):
+            if first + i < end:
+                base = (first + i) * BN
+                slot = gl.load(slots + gl.minimum(base + n, last))
+                _gather(kv.index(i), cache, slot, chunks, 0, LATENT_PAIRS, copy)
+                if ROPE_PAIRS > 0:
+                    slot = gl.load(slots + gl.minimum(base + n_pe, last))
+                    _gather(
+                        kpe.index(i), cache, slot, chunks, LATENT_PAIRS, ROPE_PAIRS, copy_pe
+                    )
+            gl.nvidia.ampere.async_copy.commit_group()
+        # Slots of the next tile to copy are loaded a tile ahead.
+        base = (first + AHEAD) * BN
+        slot = gl.load(slots + gl.minimum(base + n, last))
+        slot_pe = gl.load(slots + gl.minimum(base + n_pe, last))
+        q_even, q_odd = _stage_query(
+            q_nope + row64 * qn_row, head0, heads, qn_head, HB, LATENT_PAIRS, NW
+        )
+        if ROPE_PAIRS > 0:
+            r_even, r_odd = _stage_query(
+                q_pe + row64 * qp_row, head0, heads, qp_head, HB, ROPE_PAIRS, NW
+            )
+        use = 0
+        fill = NS - 1
+        for tile in range(first, end):
+            gl.nvidia.ampere.async_copy.wait_group(AHEAD - 1)
+            if NS > 1:
+                if tile + AHEAD < end:
+                    _gather(kv.index(fill), cache, slot, chunks, 0, LATENT_PAIRS, copy)
+                    if ROPE_PAIRS > 0:
+                        _gather(
+                            kpe.index(fill), cache, slot_pe, chunks, LATENT_PAIRS, ROPE_PAIRS, copy_pe
+                        )
+                gl.nvidia.ampere.async_copy.commit_group()
+                base = (tile + AHEAD + 1) * BN
+                slot = gl.load(slots + gl.minimum(base + n, last))
+                slot_pe = gl.load(slots + gl.minimum(base + n_pe, last))
+
+            s = gl.full([BN, HB], 0.0, gl.float32, mma)
+            s_odd = gl.full([BN, HB], 0.0, gl.float32, mma)
+            s, s_odd = _scores(s, s_odd, kv.index(use), q_even, q_odd, LATENT_PAIRS, DS, a, b)
+            if ROPE_PAIRS > 0:
+                s, s_odd = _scores(
+                    s, s_odd, kpe.index(use), r_even, r_odd, ROPE_PAIRS, ROPE_PAIRS, a, b
+                )
+            token = tile * BN + gl.arange(0, BN, by_row)
+            s = gl.where(
+                (token < length)[:, None], (s + s_odd) * scale_log2, float("-inf")
+            )
+            new_top = gl.maximum(top, gl.max(s, axis=0))
+            shrink = gl.exp2(top - new_top)
+            top = new_top
+            p = gl.exp2(s - top[None, :])
+            probs.store(p.to(gl.float16))
+            # The sum over tokens waits until the end.
+            total = total * shrink[None, :] + p
+            even_out = even_out * shrink[None, :]
+            odd_out = odd_out * shrink[None, :]
+            for i in gl.static_range(BN // TS):
+                words = kv.index(use).slice(i * TS, TS, dim=0).permute((1, 0)).load(a)
+                even, odd = _unpack(words)
+                weight = probs.slice(i * TS, TS, dim=0).load(b)
+                even_out = gl.nvidia.ampere.mma_v2(even, weight, even_out)
+                odd_out = gl.nvidia.ampere.mma_v2(odd, weight, odd_out)
+            if NS > 1:
+                use = gl.where(use == NS - 1, 0, use + 1)
+                fill = gl.where(fill == NS - 1, 0, fill + 1)
+            else:
+                if tile + 1 < end:
+                    _gather(kv.index(0), cache, slot, chunks, 0, LATENT_PAIRS, copy)
+                    if ROPE_PAIRS > 0:
+                        _gather(
+                            kpe.index(0), cache, slot_pe, chunks, LATENT_PAIRS, ROPE_PAIRS, copy_pe
+                        )
+                gl.nvidia.ampere.async_copy.commit_group()
+                base = (tile + 2) * BN
+                slot = gl.load(slots + gl.minimum(base + n, last))
+                slot_pe = gl.load(slots + gl.minimum(base + n_pe, last))
+
+    mass = gl.sum(total, axis=0)
+    empty = mass == 0
+    row_lse = gl.where(empty, float("-inf"), top + gl.log2(mass))
+    norm = gl.where(empty, 0.0, k_scale / mass)
+    even_out = even_out * norm[None, :]
+    odd_out = odd_out * norm[None, :]
+    head = head0 + gl.arange(0, HB, by_head)
+    pair = gl.arange(0, LATENT_PAIRS, by_row)
+    live = head < heads
+    if SPLIT:
+        at = (row64 * splits + split) * heads + head
+        if first < end:
+            even_at = part + at[None, :] * 512 + pair[:, None]
+            gl.store(even_at, even_out, mask=live[None, :])
+            gl.store(even_at + 256, odd_out, mask=live[None, :])
+        gl.store(part_lse + at, row_lse, mask=live)
+    else:
+        low = even_out.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+        high = odd_out.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) << 16
+        at = out + row64 * out_row + head[None, :] * out_head + pair[:, None]
+        gl.store(at, low | high, mask=live[None, :])
+        at_lse = lse + row64 * lse_row + head * lse_head
+        gl.store(at_lse, row_lse, mask=live & (has_lse != 0))
+
+
+@gluon.jit(do_not_specialize=["part", "part_lse", "out", "lse", "heads", "splits", "out_row", "out_head", "lse_row", "lse_head", "has_lse"])
+def _merge_kernel(
+    part,  # fp32 [rows, splits, heads, 2, 256]
+    part_lse,  # fp32 [rows, splits, heads]
+    out,  # bf16 pairs [rows, heads, 256] as int32
+    lse,  # fp32 [rows, heads]
+    heads,
+    splits,
+    out_row,
+    out_head,
+    lse_row,
+    lse_head,
+    has_lse,
+    MAX: gl.constexpr,  # splits of the tile
+    PAIRS: gl.constexpr,  # pairs that a block merges
+):
+    """Merge the partials of one row and head; the grid's second axis cuts the pairs."""
+    tile: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    gl.inline_asm_elementwise(
+        _WAIT_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    row = gl.program_id(0) // heads
+    head = gl.program_id(0) % heads
+    row64 = row.to(gl.int64)
+    split = gl.arange(0, MAX, gl.SliceLayout(1, tile))
+    pair = gl.program_id(1) * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(0, tile))
+    at = (row64 * splits + split) * heads + head
+    piece = gl.load(part_lse + at, mask=split < splits, other=float("-inf"))
+    top = gl.max(piece, axis=0)
+    # A row without slots has LSE -inf everywhere, and its partials were not written.
+    weight = gl.where(piece == float("-inf"), 0.0, gl.exp2(piece - top))
+    mass = gl.sum(weight, axis=0)
+    norm = gl.where(mass == 0, 0.0, 1.0 / mass)
+    live = (weight > 0)[:, None] & (pair >= 0)[None, :]
+    even_at = part + at[:, None] * 512 + pair[None, :]
+    even = gl.load(even_at, mask=live, other=0.0)
+    odd = gl.load(even_at + 256, mask=live, other=0.0)
+    even = gl.sum(even * weight[:, None], axis=0) * norm
+    odd = gl.sum(odd * weight[:, None], axis=0) * norm
+    low = even.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    high = odd.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) << 16
+    gl.store(out + row64 * out_row + head * out_head + pair, low | high)
+    if (gl.program_id(1) == 0) & (has_lse != 0):
+        value = gl.where(mass == 0, float("-inf"), top + gl.log2(mass))
+        gl.store(lse + row64 * lse_row + head * lse_head, value)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block works: chosen by measurement, fixed per number of heads."""
+
+    heads: int
+    """Heads of a block: 8 or 16, the N of the tensor core's products."""
+    tokens: int
+    """Tokens of a tile of the KV: 16 a warp, or a multiple."""
+    stages: int
+    """Tiles in shared memory; one is computed on, the others are under way."""
+    warps: int
+    pair_step: int = 64
+    """Words of each token that one step of Q K^T converts: 64, 128 or 256."""
+    token_step: int = 16
+    """Tokens that one step of P V converts: a multiple of 16."""
+    blocks_per_sm: int = 2
+    """Blocks that run at once on an SM, by shared memory and registers."""
+
+
+def choose_tile(heads: int) -> Tile:
+    """The tile for a number of heads."""
+    return Tile(heads=8 if heads <= 8 else 16, tokens=64, stages=2, warps=4)
+
+
+def choose_splits(blocks: int, tiles: int, at_once: int) -> int:
+    """Splits of a row's KV so that the grid fills the device evenly.
+
+    Args:
+        blocks: Blocks of the grid without splitting: rows x head blocks.
+        tiles: Tiles of a row of full width.
+        at_once: Blocks that run on the device at once.
+
+    Returns:
+        The splits with the least ``waves x (tiles of a split + 1)``, where the 1 is a
+        block's start and end, and any splitting costs one more for the merge.
+
+    """
+
+    def cost(splits: int) -> tuple[int, int]:
+        waves = cdiv(blocks * splits, at_once)
+        return waves * (cdiv(tiles, splits) + 1) + (splits > 1), splits
+
+    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost)
+
+
+class SparseFp8Decode:
+    """The decode of one shape; scratch is made here, ``decode`` allocates nothing.
+
+    Args:
+        max_rows: Most query rows (tokens) of a call.
+        heads: Local query heads, 1 to 128.
+        rope_dim: 64, or 0 for a model without a rope part.
+        topk_width: Columns of ``slots``: the most slots of a row.
+        device: Where the tensors live.
+        tile: Overrides the measured choice (for tuning and tests).
+        splits: Overrides the choice by number of rows (for tuning and tests).
+
+    Raises:
+        ValueError: A value that the kernel can't take; all reasons at once.
+
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        heads: int,
+        rope_dim: int,
+        topk_width: int,
+        device: torch.device,
+        *,
+        tile: Tile | None = None,
+        splits: int | None = None,
+    ):
+        self.max_rows = max_rows
+        self.heads = heads
+        self.rope_dim = rope_dim
+        self.topk_width = topk_width
+        self.device = torch.device(device)
+        self._refuse(
+            "SparseFp8Decode can't be built",
+            [
+                (max_rows >= 1, f"max_rows is {max_rows}; give at least 1"),
+                (
+                    1 <= heads <= MAX_HEADS,
+                    f"heads is {heads}; 1 to {MAX_HEADS} local heads are supported",
+                ),
+                (
+                    rope_dim in (0, ROPE),
+                    f"rope_dim is {rope_dim}; 0 or {ROPE} is supported",
+                ),
+                (topk_width >= 1, f"topk_width is {topk_width}; give at least 1"),
+                (
+                    splits is None or 1 <= splits <= MAX_SPLITS,
+                    f"splits is {splits}; 1 to {MAX_SPLITS}, or None to choose",
+                ),
+            ],
+        )
+        self.tile = tile or choose_tile(heads)
+        self._forced_splits = splits
+        sms = 132
+        if self.device.type == "cuda":
+            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._at_once = sms * self.tile.blocks_per_sm
+        self._head_blocks = cdiv(heads, self.tile.heads)
+        self._tiles = cdiv(topk_width, self.tile.tokens)
+        counts = (self.num_splits(rows) * rows for rows in range(1, max_rows + 1))
+        pieces = max((n for r, n in enumerate(counts, 1) if n > r), default=1)
+        self._part = torch.empty(
+            pieces * heads * LATENT, dtype=torch.float32, device=self.device
+        )
+        self._part_lse = torch.empty(
+            pieces * heads, dtype=torch.float32, device=self.device
+        )
+
+    @staticmethod
+    def _refuse(what: str, checks: list[tuple[bool, str]]) -> None:
+        """Raise ValueError with the reason of every check that failed."""
+        reasons = [reason for passed, reason in checks if not passed]
+        if reasons:
+            raise ValueError(f"{what}: {'; '.join(reasons)}.")
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch for the partial results of splits."""
+        return 4 * (self._part.numel() + self._part_lse.numel())
+
+    def num_splits(self, rows: int) -> int:
+        """Splits of each row's KV in a call of ``rows`` rows; never the lengths."""
+        if self._forced_splits is not None:
+            return self._forced_splits
+        return choose_splits(rows * self._head_blocks, self._tiles, self._at_once)
+
+    def _check(self, q_nope, q_pe, cache, slots, lens, out, lse) -> None:
+        rows, heads, rope = q_nope.shape[0], self.heads, self.rope_dim
+
+        def fits(name, x, dtype, shape, strides=1):
+            """Dtype, shape, and strides that are multiples but for the last, 1."""
+            good = x.dtype == dtype and tuple(x.shape) == shape and x.stride(-1) == 1
+            good &= all(s % strides == 0 for s in x.stride()[:-1])
+            good &= x.storage_offset() % strides == 0
+            return good, (
+                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; "
+                f"{dtype} {shape} is needed, the last stride 1"
+                + (f" and all others multiples of {strides}" if strides > 1 else "")
+            )
+
+        bf16 = torch.bfloat16
+        checks = [
+            (rows <= self.max_rows, f"{rows} rows exceed max_rows {self.max_rows}"),
+            fits("q_nope", q_nope, bf16, (rows, heads, LATENT), 2),
+            fits("out", out, bf16, (rows, heads, LATENT), 2),
+            fits("slots", slots, torch.int32, (rows, self.topk_width)),
+            fits("lens", lens, torch.int32, (rows,)),
+            fits(
+                "cache",
+                cache,
+                torch.float8_e4m3fn,
+                (cache.shape[0], LATENT + rope),
+                16,
+            ),
+            (
+                cache.data_ptr() % 16 == 0,
+                "the cache's address is not a multiple of 16 bytes: align the pool",
+            ),
+        ]
+        if rope:
+            if q_pe is None:
+                checks.append((False, f"q_pe is None; rope_dim {rope} needs it"))
+            else:
+                checks.append(fits("q_pe", q_pe, bf16, (rows, heads, rope), 2))
+        if lse is not None:
+            good = lse.dtype == torch.float32 and tuple(lse.shape) == (rows, heads)
+            checks.append(
+                (
+                    good,
+                    f"lse is {lse.dtype} {tuple(lse.shape)}; torch.float32 "
+                    f"{(rows, heads)} is needed",
+                )
+            )
+        self._refuse("sparse FP8 decode can't run", checks)
+
+    def decode(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor | None,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        lens: torch.Tensor,
+        softmax_scale: float,
+        k_scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Attend each row to its slots; captures into a CUDA graph.
+
+        Args:
+            q_nope: ``[rows, heads, 512]`` bf16, up to 65504 in magnitude (f16).
+            q_pe: ``[rows, heads, 64]`` bf16, or None with rope_dim 0.
+            cache: ``[num_slots, 512 + rope_dim]`` e4m3, 16-byte aligned rows.
+            slots: ``[rows, topk_width]`` int32, of which each row's first ``lens`` are
+                read.
+            lens: ``[rows]`` int32 on the device; 0 gives output 0 and LSE -inf.
+            softmax_scale: Multiplies the scores of the dequantised keys.
+            k_scale: What one unit of the cache is worth, latent and rope part alike.
+            out: ``[rows, heads, 512]`` bf16, written.
+            lse: ``[rows, heads]`` fp32, written with the log2 of the softmax's sum.
+
+        Raises:
+            ValueError: Tensors that don't fit; all reasons at once.
+
+        """
+        self._check(q_nope, q_pe, cache, slots, lens, out, lse)
+        rows, heads, tile = q_nope.shape[0], self.heads, self.tile
+        if rows == 0:
+            return
+        splits = self.num_splits(rows)
+        q32 = q_nope.view(torch.int32)
+        pe32 = q32 if q_pe is None else q_pe.view(torch.int32)
+        out32 = out.view(torch.int32)
+        cache16 = cache.view(torch.int16)
+        has_lse = int(lse is not None)
+        lse_to = self._part_lse if lse is None else lse
+        lse_row, lse_head = lse.stride() if lse is not None else (0, 0)
+        _decode_kernel[(rows * self._head_blocks, splits)](
+            q32,
+            pe32,
+            cache16,
+            slots,
+            lens,
+            out32,
+            lse_to,
+            self._part,
+            self._part_lse,
+            q32.stride(0),
+            q32.stride(1),
+            pe32.stride(0),
+            pe32.stride(1),
+            cache16.stride(0) // 8,
+            slots.stride(0),
+            out32.stride(0),
+            out32.stride(1),
+            lse_row,
+            lse_head,
+            slots.shape[1],
+            heads,
+            splits,
+            has_lse,
+            float(softmax_scale) * float(k_scale) * LOG2E,
+            float(k_scale),
+            HB=tile.heads,
+            ROPE_PAIRS=self.rope_dim // 2,
+            BN=tile.tokens,
+            NS=tile.stages,
+            NW=tile.warps,
+            DS=tile.pair_step,
+            TS=tile.token_step,
+            SPLIT=splits > 1,
+            num_warps=tile.warps,
+        )
+        if splits > 1:
+            _merge_kernel[(rows * heads, 4)](
+                self._part,
+                self._part_lse,
+                out32,
+                lse_to,
+                heads,
+                splits,
+                out32.stride(0),
+                out32.stride(1),
+                lse_row,
+                lse_head,
+                has_lse,
+                MAX=MAX_SPLITS,
+                PAIRS=64,
+                num_warps=4,
+                launch_pdl=True,
+            )
+
+    def warm_up(self) -> None:
+        """Compile all that ``decode`` may launch, by running each kernel once."""
+        rows = {self.num_splits(r) > 1: r for r in range(self.max_rows, 0, -1)}
+        for n in rows.values():
+            make = dict(device=self.device)
+            q = torch.zeros(n, self.heads, LATENT, dtype=torch.bfloat16, **make)
+            pe = q[..., : self.rope_dim] if self.rope_dim else None
+            cache = torch.zeros(1, LATENT + self.rope_dim, dtype=torch.uint8, **make)
+            slots = torch.zeros(n, self.topk_width, dtype=torch.int32, **make)
+            self.decode(
+                q,
+                pe,
+                cache.view(torch.float8_e4m3fn),
+                slots,
+                torch.ones(n, dtype=torch.int32, **make),
+                1.0,
+                1.0,
+                torch.empty_like(q),
+            )

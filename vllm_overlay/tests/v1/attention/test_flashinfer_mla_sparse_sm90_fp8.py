@@ -244,7 +244,7 @@ class Launch:
         self.emulator = emulator
 
     def __getitem__(self, grid):
-        def run(*args, num_warps, launch_pdl=False, **constants):
+        def run(*args, num_warps, maxnreg=None, launch_pdl=False, **constants):
             for y, x in itertools.product(range(grid[1]), range(grid[0])):
                 self.emulator.program = (x, y)
                 self.emulator.copies = [[]]
@@ -337,7 +337,8 @@ class Case:
         for row, n in enumerate(self.lens.tolist()):
             if n == 0:
                 continue
-            kv = self.cache[self.slots[row, :n].long()].double() * self.k_scale
+            kv = self.cache.view(torch.uint8)[self.slots[row, :n].long()]
+            kv = kv.view(FP8).double() * self.k_scale
             q = self.q_nope[row].double()
             if self.rope:
                 q = torch.cat([q, self.q_pe[row].double()], 1)

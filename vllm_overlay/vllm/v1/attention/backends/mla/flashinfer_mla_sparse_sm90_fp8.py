@@ -375,6 +375,8 @@ class Tile:
     """Tokens that one step of P V converts: a multiple of 16."""
     blocks_per_sm: int = 2
     """Blocks that run at once on an SM, by shared memory and registers."""
+    registers: int | None = None
+    """Registers of a thread at most, or None to leave it to the compiler."""
 
 
 def choose_tile(heads: int) -> Tile:
@@ -616,6 +618,7 @@ class SparseFp8Decode:
             TS=tile.token_step,
             SPLIT=splits > 1,
             num_warps=tile.warps,
+            maxnreg=tile.registers,
         )
         if splits > 1:
             _merge_kernel[(rows * heads, 4)](

@@ -1,0 +1,423 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Compare sparse MLA backends for Hopper through vLLM's engine: tokens and step times.
+
+Two small models with random weights (DeepSeek-V3.2-shaped with rope, GLM-5.3-shaped
+without), each served by FLASHINFER_MLA_SPARSE_SM90 as installed here (ours), by vLLM's
+own file of that name (stock), and by FLASH_ATTN_MLA_SPARSE (fa3). Every run is an
+engine in its own process with the same weights. All generate for the same prompts, once
+with a fixed token trace forced on them and once greedily; then decode steps are timed
+at 1, 8 and 64 requests, with CUDA graphs, one engine at a time while the others wait.
+
+    python scripts/sparse_check.py --out DIR --stock FILE [--only RUN,...] [--gpus 0,1]
+
+Needs vLLM 0.33.0 with this patch set, DeepGEMM (part of vLLM's wheel), and a Hopper
+GPU. Writes DIR/<run>.json and DIR/<run>.log per run, whatever time allows, and
+DIR/sparse_check.jsonl; ends with tables and a verdict, and exits with 1 if a run
+failed, a limit was passed, or ours is not the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import sparse_models  # noqa: E402
+import sparse_report  # noqa: E402
+
+FA3 = "FLASH_ATTN_MLA_SPARSE"
+UPSTREAM_TOML = Path(__file__).resolve().parents[1] / "UPSTREAM.toml"
+# Around top-k 2048 (decode crosses it), one token, less than a block, and long.
+PROMPT_TOKENS = (1, 17, 64, 333, 2040, 2047, 2048, 2049, 2500, 3000, 4096, 5000)
+BATCHED_TOKENS = 8192
+MAX_REQUESTS = 64
+TIMED_STEPS, PROFILED_STEPS = 48, 12
+# name -> requests, context (tokens), and whether one request leaves at every step.
+CASES: dict[str, dict[str, Any]] = {
+    "1 x 4096": dict(requests=1, context=4096),
+    "8 x 4096": dict(requests=8, context=4096),
+    "64 x 4096": dict(requests=64, context=4096),
+    "8 x 1000": dict(requests=8, context=1000),
+    "64 x 2304, leaving": dict(requests=64, context=2304, leaving=True),
+}
+START = time.time()
+
+
+def say(text: str) -> None:
+    """Print a line with the seconds since the start."""
+    print(f"[{time.time() - START:6.1f} s] {text}", flush=True)
+
+
+def all_runs() -> dict[str, dict[str, Any]]:
+    """Return the runs by name: model, backend, cache type, and whose file."""
+    runs: dict[str, dict[str, Any]] = {}
+    for model in sparse_models.MODELS:
+        for who, backend in (
+            ("ours", sparse_models.BACKEND),
+            ("stock", sparse_models.BACKEND),
+            ("fa3", FA3),
+        ):
+            runs[f"{model}-{who}"] = dict(
+                model=model, who=who, backend=backend, cache="auto"
+            )
+    for model in sparse_models.MODELS:
+        for who in ("ours", "stock"):
+            runs[f"{model}-{who}-fp8"] = dict(
+                model=model, who=who, backend=sparse_models.BACKEND, cache="fp8"
+            )
+    runs["dsv32-ours-fp8-scaled"] = dict(
+        runs["dsv32-ours-fp8"], k_scale=0.25, timed=False
+    )
+    return runs
+
+
+RUNS = all_runs()
+DEFAULT_RUNS = tuple(name for name in RUNS if "scaled" not in name)
+
+
+def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keyword arguments of `vllm.LLM` for a run; write its model."""
+    run = RUNS[name]
+    path = sparse_models.write_model(
+        Path(args.out) / "models", run["model"], args.layers
+    )
+    return dict(
+        model=str(path),
+        hf_overrides=sparse_models.attention_only,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        attention_backend=run["backend"],
+        kv_cache_dtype=run["cache"],
+        max_model_len=8192,
+        max_num_seqs=MAX_REQUESTS,
+        max_num_batched_tokens=BATCHED_TOKENS,
+        # A fixed size: engines that share the GPU can't measure what is free.
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=int(args.kv_gib * 2**30),
+        enable_prefix_caching=False,
+        enable_trace_replay=True,
+        # Neither is what is compared, and both can cost minutes at start-up.
+        moe_backend="triton",
+        enable_flashinfer_autotune=False,
+        enforce_eager=args.eager,
+        cudagraph_capture_sizes=None
+        if args.eager
+        else [1, 2, 4, *range(8, MAX_REQUESTS + 1, 8)],
+    )
+
+
+def install(name: str, args: argparse.Namespace) -> dict[str, str]:
+    """Prepare this process for a run; return the backend's file and its sha256.
+
+    Raises:
+        RuntimeError: The files of ours and stock aren't what the run's name says.
+
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    run = RUNS[name]
+    if run["who"] == "stock":
+        sparse_models.install_stock(Path(args.stock))
+    backend = AttentionBackendEnum[run["backend"]].get_class()
+    path = Path(sys.modules[backend.__module__].__file__ or "")
+    digest = sparse_models.file_hash(path)
+    if run["backend"] == sparse_models.BACKEND:
+        stock = sparse_models.pinned_hash(UPSTREAM_TOML)
+        if stock is None and args.stock:
+            stock = sparse_models.file_hash(Path(args.stock))
+        if stock is not None and (digest == stock) != (run["who"] == "stock"):
+            raise RuntimeError(
+                f"{name} would run {path} with sha256 {digest}, and the stock file has "
+                f"{stock}; patch the installed vLLM for ours, and pass vLLM's own "
+                "file with --stock for stock"
+            )
+    sparse_models.install_weights(args.seed)
+    if "k_scale" in run:
+        sparse_models.install_scales(run["k_scale"])
+    return dict(file=str(path), sha256=digest)
+
+
+def tokens_of(seed: int, count: int) -> dict[str, list[int]]:
+    """Return a prompt of `count` random tokens."""
+    rng = random.Random(seed)
+    vocab = sparse_models.VOCAB
+    return {"prompt_token_ids": [rng.randrange(4, vocab) for _ in range(count)]}
+
+
+def trace(index: int, tokens: int) -> list[int]:
+    """Return the tokens that prompt `index` is made to generate."""
+    return tokens_of(5000 + index, tokens)["prompt_token_ids"]
+
+
+def check_tokens(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Generate for the prompts, forced and greedily; add both to `result`."""
+    from vllm import SamplingParams
+
+    # The tokens whose log-probabilities are compared at each step.
+    ids = sorted(random.Random(3).sample(range(4, sparse_models.VOCAB), 100))
+    requests = [tokens_of(i, n) for i, n in enumerate(PROMPT_TOKENS)]
+    plain: dict[str, Any] = dict(temperature=0, ignore_eos=True, detokenize=False)
+    forced = [
+        SamplingParams(
+            max_tokens=args.steps,
+            logprob_token_ids=ids,
+            trace_decode_token_ids=trace(i, args.steps),
+            **plain,
+        )
+        for i in range(len(requests))
+    ]
+    outputs = llm.generate(requests, forced, use_tqdm=False)
+    for i, o in enumerate(outputs):
+        if list(o.outputs[0].token_ids) != trace(i, args.steps):
+            raise RuntimeError(f"prompt {i} did not follow its trace")
+    result["forced"] = [
+        [[step[t].logprob for t in ids] for step in o.outputs[0].logprobs]
+        for o in outputs
+    ]
+    greedy = SamplingParams(max_tokens=args.steps, **plain)
+    outputs = llm.generate(requests, greedy, use_tqdm=False)
+    result["greedy"] = [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def answer_lengths(case: dict[str, Any], timed: int) -> list[int]:
+    """Return how many tokens each request of a case generates.
+
+    The prompts are prefilled in order, some every step, while earlier requests decode
+    already. Steady cases need `timed` steps in which all decode, after the last
+    prefill; in a leaving case one request ends at every step after it.
+    """
+    requests, context = case["requests"], case["context"]
+    budget = BATCHED_TOKENS - requests
+    prefill_steps = -(-requests * context // budget) + 2
+    if not case.get("leaving"):
+        return [prefill_steps + timed + 8] * requests
+    joins = [(i + 1) * context // budget for i in range(requests)]
+    return [prefill_steps - join + 8 + i for i, join in enumerate(joins)]
+
+
+def time_case(llm: Any, recorder: Any, case: dict[str, Any], profile: bool) -> dict:
+    """Run a case and return its times."""
+    from vllm import SamplingParams
+
+    profiled = PROFILED_STEPS if profile and not case.get("leaving") else 0
+    lengths = answer_lengths(case, TIMED_STEPS + profiled)
+    requests = [tokens_of(1000 + i, case["context"]) for i in range(len(lengths))]
+    params = [
+        SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False)
+        for n in lengths
+    ]
+    recorder.reset(len(lengths), TIMED_STEPS, profiled)
+    begin = time.time()
+    try:
+        llm.generate(requests, params, use_tqdm=False)
+    finally:
+        recorder.stop()
+    summary = recorder.summary(changing=case.get("leaving", False))
+    summary["seconds"] = round(time.time() - begin, 2)
+    return summary
+
+
+def run_child(name: str, args: argparse.Namespace) -> None:
+    """Start one engine, check tokens, wait for the turn, time; write DIR/<name>.json.
+
+    What is known is written after every part, so that an end by force loses little.
+    """
+    began = time.time()
+    out = Path(args.out)
+    result: dict[str, Any] = dict(run=name, **RUNS[name])
+
+    def save() -> None:
+        part = out / f"{name}.json.part"
+        part.write_text(json.dumps(result))
+        part.replace(out / f"{name}.json")
+
+    options = engine_options(name, args)
+    result.update(install(name, args))
+    import sparse_timing
+    import torch
+    from vllm import LLM
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend = AttentionBackendEnum[RUNS[name]["backend"]].get_class()
+    recorder = sparse_timing.StepRecorder(
+        backend.get_builder_cls(), torch.cuda.CUDAGraph
+    )
+    say(f"{name}: imports took {time.time() - began:.0f} s")
+    llm = LLM(**options)
+    result["start_seconds"] = round(time.time() - began, 1)
+    say(f"{name}: engine is up after {result['start_seconds']} s")
+    recorder.reset(0)
+    check_tokens(llm, args, result)
+    recorder.stop()
+    if not recorder.steps:
+        raise RuntimeError(f"{name}: the engine does not use {backend.get_name()}")
+    save()
+    say(f"{name}: tokens done, waiting for the turn")
+    (out / f"{name}.up").write_text("")
+    if not sys.stdin.readline():
+        return
+    if RUNS[name].get("timed", True) and args.cases:
+        time_case(llm, recorder, dict(requests=1, context=256), profile=False)
+        result["cases"] = {}
+        for case in args.cases.split(";"):
+            try:
+                times = time_case(llm, recorder, CASES[case], not args.no_profile)
+            except Exception as error:
+                times = dict(error=repr(error))
+            result["cases"][case] = times
+            save()
+            say(f"{name}: {case}: {json.dumps(times)[:300]}")
+    say(f"{name}: done")
+
+
+class Run:
+    """A child process: starting, then waiting for its turn, then timed, then ended."""
+
+    def __init__(self, name: str, gpu: str, out: Path) -> None:
+        self.name, self.out = name, out
+        self.begin = time.time()
+        self.state = "starting"
+        (out / f"{name}.up").unlink(missing_ok=True)
+        env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+        env["CUDA_VISIBLE_DEVICES"] = gpu
+        env.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # Sampling isn't compared, and FlashInfer would compile its own for minutes.
+        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        log = (out / f"{name}.log").open("w")
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+        log.close()
+        say(f"{name}: starting on GPU {gpu}")
+
+    def look(self) -> str:
+        """Return the state, after a look at the process."""
+        if self.state != "ended" and (code := self.process.poll()) is not None:
+            self.state = "ended"
+            took = time.time() - self.begin
+            say(f"{self.name}: ended with {code} after {took:.0f} s")
+            if code:
+                sparse_report.print_error(self.out / f"{self.name}.log")
+        elif self.state == "starting" and (self.out / f"{self.name}.up").exists():
+            self.state = "waiting"
+            say(f"{self.name}: up after {time.time() - self.begin:.0f} s")
+        return self.state
+
+    def go(self) -> None:
+        """Let it time its steps."""
+        self.state = "timed"
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(b"go\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+
+    def kill(self, why: str) -> None:
+        """End it, with everything that it started."""
+        if self.process.poll() is None:
+            say(f"{self.name}: stopped: {why}")
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.state = "ended"
+
+
+def run_wave(names: list[str], args: argparse.Namespace, end: float) -> None:
+    """Start engines together; time them one by one once all are up or given up."""
+    gpus = args.gpus.split(",")
+    out = Path(args.out)
+    runs = [Run(n, gpus[i % len(gpus)], out) for i, n in enumerate(names)]
+    try:
+        patience = min(time.time() + args.start_limit, end)
+        while any(r.look() == "starting" for r in runs) and time.time() < patience:
+            time.sleep(0.2)
+        for run in runs:
+            if run.look() == "starting":
+                run.kill(f"not up after {time.time() - run.begin:.0f} s")
+        for run in runs:
+            if run.look() != "waiting":
+                continue
+            run.go()
+            limit = min(time.time() + args.time_limit, end)
+            while run.look() == "timed" and time.time() < limit:
+                time.sleep(0.05)
+            run.kill("the time for its steps is over")
+    finally:
+        for run in runs:
+            run.kill("the budget is used up")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    made = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    made.add_argument("--out", default="build/sparse_check", help="result folder")
+    made.add_argument("--stock", help="vLLM's own flashinfer_mla_sparse_sm90.py")
+    made.add_argument("--only", help="runs, comma separated: " + ", ".join(RUNS))
+    made.add_argument(
+        "--cases",
+        default=";".join(CASES),
+        help="timed cases, separated by `;` (empty for none): " + "; ".join(CASES),
+    )
+    made.add_argument("--gpus", default="0", help="GPUs that the runs are spread over")
+    made.add_argument("--parallel", type=int, default=6, help="engines at a time")
+    made.add_argument("--budget", type=float, default=560, help="seconds in all")
+    made.add_argument("--start-limit", type=float, default=300, help="seconds a start")
+    made.add_argument("--time-limit", type=float, default=90, help="seconds of timing")
+    made.add_argument("--layers", type=int, default=sparse_models.LAYERS)
+    made.add_argument("--steps", type=int, default=16, help="tokens that are compared")
+    made.add_argument("--seed", type=int, default=1, help="weights")
+    made.add_argument("--kv-gib", type=float, default=3, help="KV cache, GiB")
+    made.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    made.add_argument("--no-profile", action="store_true", help="no kernel times")
+    made.add_argument("--report", action="store_true", help="tables only")
+    made.add_argument("--child", help=argparse.SUPPRESS)
+    return made
+
+
+def main() -> int:
+    """Run the engines and report."""
+    made = parser()
+    args = made.parse_args()
+    args.out = str(Path(args.out).resolve())
+    if args.child:
+        run_child(args.child, args)
+        return 0
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    names = args.only.split(",") if args.only else list(DEFAULT_RUNS)
+    if unknown := [n for n in names if n not in RUNS]:
+        made.error(f"unknown runs {unknown}; there are {', '.join(RUNS)}")
+    if unknown := [c for c in args.cases.split(";") if c and c not in CASES]:
+        made.error(f"unknown cases {unknown}; there are {'; '.join(CASES)}")
+    if not args.report:
+        if any(RUNS[n]["who"] == "stock" for n in names) and not args.stock:
+            made.error("stock runs need vLLM's own file: pass --stock FILE")
+        if args.stock and not Path(args.stock).is_file():
+            made.error(f"--stock: there is no file {args.stock}")
+        for name in names:
+            (out / f"{name}.json").unlink(missing_ok=True)
+        end = time.time() + args.budget
+        for first in range(0, len(names), args.parallel):
+            if time.time() < end:
+                run_wave(names[first : first + args.parallel], args, end)
+    return sparse_report.report(out, names, list(RUNS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

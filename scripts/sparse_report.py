@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and verdict of scripts/sparse_check.py, from the files that its runs wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Mean difference of log-probability (nats) that two runs may have at decode steps:
+# backends on a bf16 cache round differently, an FP8 cache adds its own rounding.
+SAME_CACHE_LIMIT, FP8_LIMIT = 0.15, 0.5
+# Requests at which ours has to be the fastest.
+JUDGED = ("1 x 4096", "8 x 4096")
+# Of a model: reference, compared run, limit.
+PAIRS = (
+    ("fa3", "stock", SAME_CACHE_LIMIT),
+    ("fa3", "ours", SAME_CACHE_LIMIT),
+    ("stock", "ours", SAME_CACHE_LIMIT),
+    ("fa3", "stock-fp8", FP8_LIMIT),
+    ("fa3", "ours-fp8", FP8_LIMIT),
+    ("stock-fp8", "ours-fp8", FP8_LIMIT),
+    ("ours-fp8", "ours-fp8-scaled", FP8_LIMIT),
+)
+ERROR_LINES, BEFORE_ERROR = 40, 12
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Compare the tokens of two runs.
+
+    Returns:
+        Largest and mean difference of log-probability (nats) where the same tokens were
+        forced on both, at the first token (prefill) and at later ones (decode); NaN if
+        a value isn't finite. And the greedy tokens that agree from the start.
+
+    """
+    diffs: dict[str, list[float]] = {"prefill": [], "decode": []}
+    for x, y in zip(a.get("forced", []), b.get("forced", []), strict=True):
+        for i, (p, q) in enumerate(zip(x, y, strict=True)):
+            diffs["decode" if i else "prefill"] += [
+                abs(u - v) for u, v in zip(p, q, strict=True)
+            ]
+    firsts = [
+        next((i for i, (p, q) in enumerate(zip(x, y)) if p != q), len(x))
+        for x, y in zip(a["greedy"], b["greedy"], strict=True)
+    ]
+    lengths = [len(x) for x in a["greedy"]]
+    row: dict[str, Any] = dict(
+        a=a["run"],
+        b=b["run"],
+        greedy_same=sum(firsts),
+        greedy_total=sum(lengths),
+        greedy_whole=f"{sum(map(operator.eq, firsts, lengths))}/{len(lengths)}",
+    )
+    for kind, values in diffs.items():
+        if values:
+            finite = all(math.isfinite(v) for v in values)
+            mean = sum(values) / len(values)
+            row[f"{kind}_max"] = round(max(values), 4) if finite else math.nan
+            row[f"{kind}_mean"] = round(mean, 5) if finite else math.nan
+    return row
+
+
+def spread(run: dict[str, Any]) -> float:
+    """Return the standard deviation of a run's forced log-probabilities (nats)."""
+    values = [v for prompt in run["forced"] for step in prompt for v in step]
+    mean = sum(values) / len(values)
+    return (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+
+
+def print_error(log: Path) -> None:
+    """Print the part of a log around its first error."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    errors = [i for i, line in enumerate(lines) if "Error" in line]
+    first = max(errors[0] - BEFORE_ERROR, 0) if errors else len(lines) - 25
+    shown = lines[max(first, 0) :][:ERROR_LINES]
+    print("\n".join("    " + line[:300] for line in shown), flush=True)
+
+
+def load(out: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the results that exist, by run."""
+    return {
+        n: json.loads(p.read_text()) for n in names if (p := out / f"{n}.json").exists()
+    }
+
+
+def models_of(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the models of the runs, each once."""
+    return list(dict.fromkeys(run["model"] for run in runs.values()))
+
+
+def token_rows(runs: dict[str, dict[str, Any]]) -> Iterator[tuple[dict, float]]:
+    """Yield a comparison of tokens and its limit, for every pair that has run."""
+    for model in models_of(runs):
+        for a, b, limit in PAIRS:
+            first, second = runs.get(f"{model}-{a}"), runs.get(f"{model}-{b}")
+            if first and second and "greedy" in first and "greedy" in second:
+                yield compare(first, second), limit
+
+
+def print_tokens(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """Print the table of tokens and log-probabilities; return what is out of limits."""
+    bad = []
+    for model in models_of(runs):
+        for who in ("fa3", "stock", "ours"):
+            run = runs.get(f"{model}-{who}")
+            if run and "forced" in run:
+                print(f"{run['run']}: log-probabilities spread over {spread(run):.2f}")
+                break
+    print(
+        f"\n{'|difference| in nats':<38}{'prefill max':>12}{'mean':>9}"
+        f"{'decode max':>12}{'mean':>9}{'limit':>7}  greedy"
+    )
+    for row, limit in token_rows(runs):
+        pair = f"{row['a']} : {row['b']}"
+        print(
+            f"{pair:<38}{row.get('prefill_max', '-')!s:>12}"
+            f"{row.get('prefill_mean', '-')!s:>9}{row.get('decode_max', '-')!s:>12}"
+            f"{row.get('decode_mean', '-')!s:>9}{limit:>7}  {row['greedy_same']}/"
+            f"{row['greedy_total']}, {row['greedy_whole']} whole"
+        )
+        for kind in ("prefill", "decode"):
+            mean = row.get(f"{kind}_mean")
+            if mean is None or not mean <= limit:
+                bad.append(f"{pair}: {kind} mean {mean}, limit {limit}")
+    return bad
+
+
+def _cell(times: dict[str, Any], key: str) -> str:
+    values = times.get(key, {})
+    return f"{values['median']:.0f}" if values.get("n") else "-"
+
+
+def print_times(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """Print the table of step times; return the cases that failed."""
+    bad = []
+    print(
+        f"\n{'us a decode step':<20}{'run':<18}{'n':>4}{'median':>9}{'p10':>8}"
+        f"{'p90':>8}{'mean':>9}{'max':>9}{'build':>8}{'b.max':>8}{'graph':>8}{'busy':>8}"
+    )
+    cases = dict.fromkeys(c for run in runs.values() for c in run.get("cases", {}))
+    for case in cases:
+        for name, run in runs.items():
+            times = run.get("cases", {}).get(case)
+            if times is None:
+                continue
+            step = times.get("step_us", {})
+            if not step.get("n"):
+                bad.append(f"{name}, {case}: {times.get('error', 'no steady steps')}")
+                continue
+            print(
+                f"{case:<20}{name:<18}{step['n']:>4}{step['median']:>9.0f}"
+                f"{step['p10']:>8.0f}{step['p90']:>8.0f}{step['mean']:>9.0f}"
+                f"{step['max']:>9.0f}{_cell(times, 'build_us'):>8}"
+                f"{times['build_us']['max']:>8.0f}{_cell(times, 'graph_us'):>8}"
+                f"{times.get('busy_us', '-')!s:>8}"
+            )
+    print(
+        "step: from one call of the metadata builder to the next; build: its host time;"
+        "\ngraph: CUDA graph replays on the GPU; busy: all kernels on the GPU (profile)"
+    )
+    return bad
+
+
+def print_kernels(runs: dict[str, dict[str, Any]], case: str, rows: int = 5) -> None:
+    """Print the largest kernels of each run in one case."""
+    for name, run in runs.items():
+        kernels = run.get("cases", {}).get(case, {}).get("kernels", [])
+        for us, count, kernel in kernels[:rows]:
+            print(f"{name:<18}{us:>9.1f} us {count:>6.1f} x  {kernel[:90]}")
+
+
+def verdicts(runs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Yield a line for each model, cache and judged case, and whether ours is fastest.
+
+    A comparison needs ours and every other backend that takes the cache: a missing one
+    is no win.
+    """
+    for model in models_of(runs):
+        for suffix, others in (("", ("stock", "fa3")), ("-fp8", ("stock",))):
+            group = [f"{model}-{w}{suffix}" for w in ("ours", *others)]
+            if not any(name in runs for name in group):
+                continue
+            for case in JUDGED:
+                steps = {
+                    name: runs.get(name, {})
+                    .get("cases", {})
+                    .get(case, {})
+                    .get("step_us", {})
+                    for name in group
+                }
+                yield _verdict(group, steps, case)
+
+
+def _verdict(group: list[str], steps: dict[str, Any], case: str) -> tuple[str, bool]:
+    label = f"{group[0]}, {case}: "
+    if missing := [name for name in group if not steps[name].get("n")]:
+        return label + f"no verdict, {', '.join(missing)} has no time", False
+    ours = steps[group[0]]
+    best = min(group[1:], key=lambda name: steps[name]["median"])
+    other = steps[best]
+    won = ours["median"] < other["median"]
+    # Quartile-like ranges that overlap: the order may be chance.
+    clear = ours["p90"] < other["p10"] or other["p90"] < ours["p10"]
+    times = ", ".join(f"{n} {steps[n]['median']:.0f}" for n in group)
+    ratio = other["median"] / ours["median"]
+    return (
+        label
+        + ("ours is the fastest" if won else f"{best} is faster")
+        + f" ({times} us; {ratio:.2f} x{'' if clear else ', ranges overlap'})",
+        won,
+    )
+
+
+def report(out: Path, names: list[str], known: list[str]) -> int:
+    """Print everything, write the JSON lines, and return the exit status.
+
+    Args:
+        out: Folder with the runs' JSON.
+        names: Runs that were asked for; a missing one is a failure.
+        known: All runs, in the order of the tables.
+
+    """
+    runs = load(out, known)
+    bad = [f"{n}: no result" for n in names if n not in runs]
+    print("\nrun                     start s  backend file sha256")
+    for name, run in runs.items():
+        print(
+            f"{name:<24}{run['start_seconds']:>7}  {run['sha256'][:16]} {run['file']}"
+        )
+    bad += print_tokens(runs)
+    bad += print_times(runs)
+    print(f"\nlargest kernels, {JUDGED[-1]}")
+    print_kernels(runs, JUDGED[-1])
+    print("\nverdict")
+    for line, won in verdicts(runs):
+        print("  " + line)
+        if not won:
+            bad.append(line)
+    with (out / "sparse_check.jsonl").open("w") as file:
+        for row, limit in token_rows(runs):
+            file.write(json.dumps(dict(row, limit=limit)) + "\n")
+        for run in runs.values():
+            short = {k: v for k, v in run.items() if k != "forced"}
+            file.write(json.dumps(short) + "\n")
+    print(("\nFAILED:\n  " + "\n  ".join(bad)) if bad else "\nall checks passed")
+    return 1 if bad else 0

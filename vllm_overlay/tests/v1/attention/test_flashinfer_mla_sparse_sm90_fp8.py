@@ -261,10 +261,15 @@ class Launch:
         return Value(torch.tensor(x.storage_offset()), base)
 
 
+@pytest.fixture
+def real_kernels():
+    """Ask for the kernels as they are, without the emulator."""
+
+
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch):
+def kernels(request, monkeypatch):
     """Without a Hopper GPU, run the kernels under the emulator."""
-    if ON_HOPPER:
+    if ON_HOPPER or "real_kernels" in request.fixturenames:
         return
     emulator = Emulator()
     monkeypatch.setattr(module, "gl", emulator)
@@ -363,18 +368,23 @@ class Case:
         return out, lse
 
 
-SMALL = module.Tile(heads=8, tokens=16, stages=2, warps=1)
+TILES = [
+    module.Tile(heads=8, tokens=64, stages=2, warps=4),
+    module.Tile(heads=8, tokens=64, stages=1, warps=4),
+    module.Tile(heads=8, tokens=32, stages=3, warps=2, pair_step=128, token_step=32),
+    module.Tile(heads=16, tokens=128, stages=2, warps=8),
+]
 
 
 @pytest.mark.parametrize("rope", [0, ROPE])
 @pytest.mark.parametrize("splits", [1, 2, 7])
 def test_lengths(rope, splits):
     width = 150
-    lens = [0, 1, 63, 64, 65, width]
+    lens = [0, 1, 63, 64, 65, 127, 129, width]
     Case(lens, width, 8, rope).check(splits=splits)
 
 
-@pytest.mark.parametrize("heads", [1, 8, 12, 16, 17, 128])
+@pytest.mark.parametrize("heads", [1, 7, 8, 9, 12, 16, 17, 128])
 def test_heads(heads):
     Case([70, 0, 3], 80, heads, ROPE).check()
 
@@ -382,4 +392,192 @@ def test_heads(heads):
 @pytest.mark.parametrize("k_scale", [0.25, 0.5, 1.0, 4.0])
 @pytest.mark.parametrize("rope", [0, ROPE])
 def test_scale_covers_latent_rope_and_value(k_scale, rope):
-    Case([70], 80, 8, rope, k_scale=k_scale).check()
+    Case([70], 80, 8, rope, k_scale=k_scale).check(splits=1)
+    Case([70], 80, 8, rope, k_scale=k_scale).check(splits=2)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_tiles(tile, splits):
+    """A row shorter than the pipeline, one that fills it, and one beyond it."""
+    lens = [1, tile.tokens * tile.stages, 5 * tile.tokens + 1]
+    Case(lens, 700, 8, ROPE).check(tile=tile, splits=splits)
+
+
+@pytest.mark.parametrize("spread", [0.01, 30.0])
+def test_flat_and_peaked_scores(spread):
+    """Nearly equal weights, and one key that takes nearly all of it."""
+    Case([150, 65], 150, 8, ROPE, spread=spread).check(splits=2)
+
+
+def test_scores_that_rise_and_fall_along_the_row():
+    """The running maximum moves in every tile, then never again."""
+    case = Case([300, 300], 300, 8, ROPE, spread=8.0)
+    kv = case.cache.view(torch.uint8)[case.slots[:, :300].long()].view(FP8).float()
+    s = torch.einsum("rd,rnd->rn", case.q_nope[:, 0].float(), kv[..., :LATENT])
+    order = s.argsort(dim=1)
+    order[1] = order[1].flip(0)
+    case.slots[:, :300] = case.slots[:, :300].gather(1, order)
+    case.check(splits=1)
+    case.check(splits=2)
+
+
+@pytest.mark.parametrize("splits", [1, 7])
+def test_permuted_rows_give_permuted_bits(splits):
+    case = Case([150, 0, 1, 64, 65, 149], 150, 12, ROPE)
+    order = [3, 1, 5, 0, 4, 2]
+    out, lse = case.run(splits=splits)
+    again, again_lse = case.run(rows=order, splits=splits)
+    assert torch.equal(again.view(torch.int16), out[order].view(torch.int16))
+    assert torch.equal(again_lse.view(torch.int32), lse[order].view(torch.int32))
+
+
+def test_same_row_alone_and_in_a_larger_batch():
+    """Other rows change a row's splits at most, not its result beyond rounding."""
+    case = Case([150] * 3, 150, 8, 0)
+    out, _ = case.check(splits=1)
+    alone, _ = case.run(rows=[1], splits=2)
+    assert (alone[0].float() - out[1].float()).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_without_lse(splits):
+    case = Case([70, 0], 80, 8, ROPE)
+    out, _ = case.run(splits=splits)
+    same, untouched = case.run(splits=splits, lse=False)
+    assert torch.equal(same, out)
+    assert untouched.isnan().all()
+
+
+def test_no_rows():
+    Case([], 80, 8, ROPE).run(max_rows=4)
+
+
+def test_scratch_is_bounded_and_made_once():
+    decoder = module.SparseFp8Decode(8192, 16, ROPE, 2048, DEVICE)
+    assert decoder.scratch_bytes < 64 << 20
+    for rows in (1, 8, 64, 263, 264, 265, 527, 528, 8192):
+        pieces = rows * decoder.num_splits(rows)
+        assert pieces == rows or pieces * 16 * LATENT <= decoder._part.numel()
+    assert decoder.num_splits(1) > 8
+    assert decoder.num_splits(8192) == 1
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 64, 133, 200, 512, 4096])
+def test_splits_never_cost_more_waves_than_they_save(blocks):
+    tiles, at_once = 32, 264
+    splits = module.choose_splits(blocks, tiles, at_once)
+    waves = math.ceil(blocks * splits / at_once) * math.ceil(tiles / splits)
+    assert waves <= math.ceil(blocks / at_once) * tiles
+
+
+def test_construction_names_every_reason():
+    with pytest.raises(ValueError) as info:
+        module.SparseFp8Decode(0, 129, 32, 0, DEVICE, splits=65)
+    for word in ("max_rows", "heads", "rope_dim", "topk_width", "splits"):
+        assert word in str(info.value)
+
+
+def test_decode_names_every_reason():
+    decoder = module.SparseFp8Decode(2, 8, ROPE, 80, DEVICE)
+    make = dict(device=DEVICE)
+    with pytest.raises(ValueError) as info:
+        decoder.decode(
+            torch.zeros(3, 4, LATENT, **make),
+            None,
+            torch.zeros(9, 500, dtype=torch.uint8, **make),
+            torch.zeros(3, 81, dtype=torch.int64, **make),
+            torch.zeros(2, dtype=torch.int64, **make),
+            1.0,
+            1.0,
+            torch.zeros(3, 8, 576, **make),
+            torch.zeros(3, 9, **make),
+        )
+    for word in ("3 rows", "q_nope", "q_pe", "cache", "slots", "lens", "out", "lse"):
+        assert word in str(info.value)
+
+
+def test_cache_rows_must_be_16_byte_aligned():
+    case = Case([1], 80, 8, 0)
+    cache = torch.zeros(100, LATENT + 8, dtype=torch.uint8, device=DEVICE).view(FP8)
+    case.cache = cache[:, :LATENT]
+    with pytest.raises(ValueError, match="multiples of 16"):
+        case.run()
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("rope", [0, ROPE])
+def test_compiles_for_hopper(heads, rope, real_kernels):
+    """Layouts, copies and register operands fit together: only a compiler knows."""
+    triton = pytest.importorskip("triton")
+    gluon = pytest.importorskip("triton.experimental.gluon._runtime")
+    from triton.backends.compiler import GPUTarget
+
+    tile = module.choose_tile(heads)
+    function = module._decode_kernel
+    if not hasattr(function, "arg_names"):
+        pytest.skip("vLLM has disabled Triton on this host")
+    constants = dict(
+        HB=tile.heads, ROPE_PAIRS=rope // 2, BN=tile.tokens, NS=tile.stages,
+        NW=tile.warps, DS=tile.pair_step, TS=tile.token_step, SPLIT=True,
+    )  # fmt: skip
+    types = {name: "*i32" for name in ("q_nope", "q_pe", "slots", "lens", "out")}
+    types |= {name: "*fp32" for name in ("lse", "part", "part_lse")}
+    types |= dict(cache="*i16", scale_log2="fp32", k_scale="fp32")
+    types |= {name: "constexpr" for name in constants}
+    names = function.arg_names
+    source = gluon.GluonASTSource(
+        function,
+        {name: types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index("cache"),): [["tt.divisibility", 16]]},
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options=dict(num_warps=tile.warps, maxnreg=tile.registers),
+    )
+    blocks = 227 * 1024 // (compiled.metadata.shared + 1024)
+    assert blocks >= tile.blocks_per_sm
+    assert "ldmatrix" in compiled.asm["ptx"] and "cp.async" in compiled.asm["ptx"]
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+def test_slots_past_four_gib():
+    width, rows = 80, (5 << 30) // 576
+    case = Case([width], width, 8, ROPE)
+    small = case.cache
+    large = torch.zeros(rows, 576, dtype=torch.uint8, device=DEVICE)
+    large[0] = NAN_BYTE
+    shift = rows - small.shape[0]
+    large[shift:] = small.view(torch.uint8)
+    case.cache = large.view(FP8)
+    case.slots += shift
+    case.check(splits=1)
+    case.check(splits=2)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("splits", [1, 4])
+def test_graph_replays_with_other_lengths_and_slots(splits):
+    width = 300
+    case = Case([width, 5, 64], width, 8, ROPE)
+    decoder = module.SparseFp8Decode(3, 8, ROPE, width, DEVICE, splits=splits)
+    decoder.warm_up()
+    out = torch.empty_like(case.q_nope)
+    lse = torch.empty(3, 8, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.decode(
+            case.q_nope, case.q_pe, case.cache, case.slots, case.lens, case.scale,
+            case.k_scale, out, lse,
+        )  # fmt: skip
+    for lens in ([width, 5, 64], [0, width, 1], [65, 0, 0]):
+        other = Case(lens, width, 8, ROPE, seed=sum(lens))
+        case.lens.copy_(other.lens)
+        case.slots.copy_(other.slots)
+        out.fill_(math.nan)
+        graph.replay()
+        eager, eager_lse = case.run(splits=splits)
+        assert torch.equal(out, eager) and torch.equal(lse, eager_lse)
+        case.check(splits=splits)

@@ -26,6 +26,7 @@ their LSE, and a second kernel merges them. A row without slots gets output 0 an
 -inf. Slots past ``lens[r]`` are not read: the last tile repeats the last valid slot.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -384,6 +385,7 @@ def choose_tile(heads: int) -> Tile:
     return Tile(heads=8 if heads <= 8 else 16, tokens=64, stages=2, warps=4)
 
 
+@functools.cache
 def choose_splits(blocks: int, tiles: int, at_once: int) -> int:
     """Splits of a row's KV so that the grid fills the device evenly.
 
@@ -394,9 +396,12 @@ def choose_splits(blocks: int, tiles: int, at_once: int) -> int:
 
     Returns:
         The splits with the least ``waves x (tiles of a split + 1)``, where the 1 is a
-        block's start and end, and any splitting costs one more for the merge.
+        block's start and end, and any splitting costs one more for the merge. From two
+        full waves on 1, which also bounds the scratch.
 
     """
+    if blocks >= 2 * at_once:
+        return 1
 
     def cost(splits: int) -> tuple[int, int]:
         waves = cdiv(blocks * splits, at_once)

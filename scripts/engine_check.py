@@ -2,40 +2,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a Kimi K3-shaped model through vLLM's engine and compare its attention backends.
 
-Each run is one engine in its own process with the same seeded random weights. Every
-engine generates for the same prompts in one batch (chunked prefill, mixed batches),
-once with a fixed token trace forced on it, so that log-probabilities are compared on
-the same history, and once greedily. Needs vLLM 0.33.0, patched, on PYTHONPATH or
-installed, and one Hopper GPU.
+Each run is one engine in its own process with the same seeded random weights; what it
+generates stands in engine_work.py. Needs vLLM 0.33.0, patched, on PYTHONPATH or
+installed, and a Hopper GPU.
 
-    python scripts/engine_check.py --out DIR [--only ref,ours-eager,...] [--dspark]
+    python scripts/engine_check.py --out DIR [--only ref-bf16,ours-eager,...] [--dspark]
 
-Writes DIR/<run>.json per run and DIR/engine_check.jsonl; ends with a table and exits
-with 1 if a run failed or a limit was passed.
+Writes DIR/<run>.json per run and DIR/engine_check.jsonl; ends with tables and exits
+with 1 if a run failed or a limit was passed. Held to: log-probabilities near the
+reference's; graphs and speculation change no token but at near ties; one plan a
+forward; no workspace allocated once they are locked; no host-device synchronisation in
+this backend's code (runs with vLLM's sync check on).
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
-import os
-import random
-import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_models  # noqa: E402
+import engine_work  # noqa: E402
+from engine_jobs import Job, Jobs, child_command, say  # noqa: E402
 
 OURS = "KIMI_K3_KV_BALANCED_MLA"
-PROMPT_TOKENS = (5, 100, 1000, 3000, 64, 65, 17, 1, 640, 129, 2048, 333)
 DRAFT_LAYERS = 2
-START = time.time()
+SPECULATIVE_TOKENS = 7
+OURS_FP8 = dict(kv_cache_dtype="fp8", attention_backend=OURS)
+DSPARK = dict(method="dspark", num_speculative_tokens=SPECULATIVE_TOKENS)
+# Batches of at most 8 draft 7 tokens, larger ones none: steps with and without drafts.
+DRAFTS_BY_BATCH = [(1, 8, SPECULATIVE_TOKENS), (9, 16, 0)]
 
-# name -> engine options; `ours` runs also report their plans.
-RUNS: dict[str, dict] = {
+# name -> engine options. What is no option of vllm.LLM: `scales` (q, k), `spec` (the
+# speculative config; `draft` says which model), `k3_kda` (a model with Kimi K3's own
+# KDA layers, loaded from a checkpoint), `sync` (vLLM's sync check is on).
+RUNS: dict[str, dict[str, Any]] = {
     "ref-bf16": dict(kv_cache_dtype="auto", enforce_eager=True),
     "fp8-triton": dict(
         kv_cache_dtype="fp8", attention_backend="TRITON_MLA", enforce_eager=True
@@ -43,73 +49,109 @@ RUNS: dict[str, dict] = {
     "fp8-flashmla": dict(
         kv_cache_dtype="fp8", attention_backend="FLASHMLA", enforce_eager=True
     ),
-    "ours-eager": dict(
-        kv_cache_dtype="fp8", attention_backend=OURS, enforce_eager=True
+    "ours-eager": dict(OURS_FP8, enforce_eager=True),
+    # FULL graphs where a batch decodes only, padded to the captured sizes.
+    "ours-graph": dict(OURS_FP8),
+    "ours-sync-check": dict(OURS_FP8, sync=True),
+    "ours-piecewise": dict(
+        OURS_FP8, compilation_config=dict(cudagraph_mode="PIECEWISE")
     ),
-    "ours-graph": dict(kv_cache_dtype="fp8", attention_backend=OURS),
-    "ours-scaled": dict(
-        kv_cache_dtype="fp8",
-        attention_backend=OURS,
-        enforce_eager=True,
-        scales=(0.5, 0.25),
-    ),
+    "ours-scaled": dict(OURS_FP8, enforce_eager=True, scales=(0.5, 0.25)),
     "ours-dspark": dict(
-        kv_cache_dtype="fp8",
-        attention_backend=OURS,
-        enforce_eager=True,
-        dspark=dict(attention_backend=OURS),
+        OURS_FP8, enforce_eager=True, spec=dict(DSPARK, attention_backend=OURS)
     ),
     "ours-dspark-graph": dict(
-        kv_cache_dtype="fp8",
-        attention_backend=OURS,
-        dspark=dict(attention_backend=OURS),
+        OURS_FP8, sync=True, spec=dict(DSPARK, attention_backend=OURS)
     ),
     "ours-dspark-bf16-draft": dict(
-        kv_cache_dtype="fp8",
-        attention_backend=OURS,
+        OURS_FP8, enforce_eager=True, spec=dict(DSPARK, kv_cache_dtype="bfloat16")
+    ),
+    "ours-dspark-by-batch": dict(
+        OURS_FP8,
         enforce_eager=True,
-        dspark=dict(kv_cache_dtype="bfloat16"),
+        spec=dict(
+            DSPARK,
+            attention_backend=OURS,
+            num_speculative_tokens_per_batch_size=DRAFTS_BY_BATCH,
+        ),
+    ),
+    # Adaptive verification needs full graphs, and KDA layers that take any lengths.
+    "ours-k3": dict(OURS_FP8, enforce_eager=True, k3_kda=True),
+    "ours-dspark-adaptive": dict(
+        OURS_FP8,
+        k3_kda=True,
+        compilation_config=dict(cudagraph_mode="FULL_DECODE_ONLY"),
+        spec=dict(DSPARK, attention_backend=OURS, enable_adaptive_verification=True),
+    ),
+    # 8 query tokens without a draft model.
+    "ours-ngram-graph": dict(
+        OURS_FP8,
+        spec=dict(
+            method="ngram_gpu",
+            num_speculative_tokens=SPECULATIVE_TOKENS,
+            prompt_lookup_min=2,
+            prompt_lookup_max=3,
+        ),
     ),
 }
 DEFAULT_RUNS = ("ref-bf16", "fp8-triton", "ours-eager", "ours-graph")
-DSPARK_RUNS = ("ours-dspark",)
+DSPARK_RUNS = ("ours-dspark", "ours-dspark-graph")
+
+# (reference, run, limit on tokens): "same" allows differences at near ties only.
+PAIRS: tuple[tuple[str, str, str], ...] = (
+    ("ref-bf16", "fp8-triton", ""),
+    ("ref-bf16", "fp8-flashmla", ""),
+    ("ref-bf16", "ours-eager", ""),
+    ("fp8-triton", "ours-eager", ""),
+    ("ref-bf16", "ours-scaled", ""),
+    ("ours-eager", "ours-graph", "same"),
+    ("ours-eager", "ours-sync-check", "same"),
+    ("ours-eager", "ours-piecewise", "same"),
+    ("ours-eager", "ours-ngram-graph", "same"),
+    ("ours-eager", "ours-dspark", "same"),
+    ("ours-eager", "ours-dspark-graph", "same"),
+    ("ours-dspark", "ours-dspark-graph", ""),
+    ("ours-eager", "ours-dspark-bf16-draft", "same"),
+    ("ours-eager", "ours-dspark-by-batch", "same"),
+    ("ours-k3", "ours-dspark-adaptive", "same"),
+)
 
 
-def say(text: str) -> None:
-    """Print a line with the seconds since the start."""
-    print(f"[{time.time() - START:6.1f} s] {text}", flush=True)
+def reference_of(name: str) -> str | None:
+    """Return the run whose tokens a run must give."""
+    return next((a for a, b, limit in PAIRS if b == name and limit), None)
 
 
-def prompts(vocab: int) -> list[list[int]]:
-    """Return the prompts, as token ids: the same in every engine."""
-    rng = random.Random(7)
-    return [[rng.randrange(4, vocab) for _ in range(n)] for n in PROMPT_TOKENS]
+def model_folder(args: argparse.Namespace, k3_kda: bool) -> Path:
+    """Write the target and return its folder."""
+    config = engine_models.target_config(args.layers, args.heads, k3_kda)
+    kind = "k3-" if k3_kda else ""
+    folder = Path(args.out) / "models" / f"target-{kind}{args.layers}-{args.heads}"
+    if k3_kda:
+        return engine_models.write_checkpoint(folder, config, args.seed)
+    return engine_models.write_model(folder, config)
 
 
-def trace(vocab: int, index: int, tokens: int) -> list[int]:
-    """Return the tokens that prompt `index` is made to generate."""
-    rng = random.Random(1000 + index)
-    return [rng.randrange(4, vocab) for _ in range(tokens)]
+def draft_folder(args: argparse.Namespace, checkpoint: bool) -> Path:
+    """Write the DSpark draft and return its folder."""
+    config = engine_models.draft_config(DRAFT_LAYERS, args.heads, args.layers)
+    kind = "checkpoint-" if checkpoint else ""
+    folder = Path(args.out) / "models" / f"draft-{kind}{args.layers}-{args.heads}"
+    if checkpoint:
+        return engine_models.write_checkpoint(folder, config, args.seed)
+    return engine_models.write_model(folder, config)
 
 
-def probe_ids(vocab: int) -> list[int]:
-    """Return the token ids whose log-probabilities are compared at each step."""
-    return sorted(random.Random(3).sample(range(4, vocab), 100))
-
-
-def engine_options(name: str, args: argparse.Namespace) -> dict:
+def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `vllm.LLM` for a run."""
     options = dict(RUNS[name])
     scales = options.pop("scales", None)
-    dspark = options.pop("dspark", None)
-    work = Path(args.out) / "models"
-    target = engine_models.write_model(
-        work / f"target-{args.layers}-{args.heads}",
-        engine_models.target_config(args.layers, args.heads),
-    )
+    spec = options.pop("spec", None)
+    k3_kda = options.pop("k3_kda", False)
+    options.pop("sync", None)
     options.update(
-        model=str(target),
-        load_format="dummy",
+        model=str(model_folder(args, k3_kda)),
+        load_format="auto" if k3_kda else "dummy",
         skip_tokenizer_init=True,
         max_model_len=8192,
         max_num_seqs=16,
@@ -119,159 +161,146 @@ def engine_options(name: str, args: argparse.Namespace) -> dict:
         kv_cache_memory_bytes=int(args.kv_gib * 2**30),
         enable_prefix_caching=False,
         enable_chunked_prefill=True,
+        enable_flashinfer_autotune=False,
     )
-    if dspark is None:
+    if spec is None:
         options["enable_trace_replay"] = True
     else:
-        draft = engine_models.write_model(
-            work / f"draft-{args.layers}-{args.heads}",
-            engine_models.draft_config(DRAFT_LAYERS, args.heads, args.layers),
-        )
-        options["speculative_config"] = dict(
-            method="dspark", model=str(draft), num_speculative_tokens=7, **dspark
-        )
+        options["speculative_config"] = spec = dict(spec)
+        if spec["method"] == "dspark":
+            spec["model"] = str(draft_folder(args, k3_kda))
     engine_models.install_seeded_weights(args.seed)
     if scales is not None:
         engine_models.install_scales(*scales)
     return options
 
 
-def plan_counts() -> list[dict]:
-    """Return how often each plan buffer of this process was planned and reused."""
-    from vllm.v1.worker.workspace import current_workspace_manager
+def wait_for(path: Path, seconds: float) -> dict | None:
+    """Return the JSON of another run once it is there, or None."""
+    limit = time.time() + seconds
+    while not path.exists():
+        if time.time() > limit:
+            return None
+        time.sleep(0.5)
+    return json.loads(path.read_text())
 
-    manager = current_workspace_manager()
-    return [
-        dict(
-            slot=slot,
-            heads=key[2],
-            max_q=key[3],
-            planned=resource.plan.planned,
-            reused=resource.plan.reused,
+
+def generate(llm: Any, name: str, args: argparse.Namespace, result: dict) -> None:
+    """Run the workloads; `result` is filled as they end."""
+    vocab = engine_models.VOCAB
+    requests = engine_work.prompts(vocab)
+    spec = "spec" in RUNS[name]
+    if not spec:
+        t0 = time.time()
+        result["forced"] = engine_work.forced(llm, requests, vocab, args.steps)
+        result["forced_seconds"] = round(time.time() - t0, 2)
+    top = not spec
+    t0 = time.time()
+    result["greedy"], result["greedy_best"] = engine_work.greedy(
+        llm, requests, [args.greedy] * len(requests), top
+    )
+    result["greedy_seconds"] = round(time.time() - t0, 2)
+    if args.ragged and name.startswith("ours"):
+        t0 = time.time()
+        result["ragged"], result["ragged_best"] = engine_work.ragged(llm, vocab, top)
+        result["ragged_seconds"] = round(time.time() - t0, 2)
+
+
+def generate_with_oracle(
+    llm: Any, name: str, args: argparse.Namespace, result: dict
+) -> None:
+    """Verify right drafts too: the tokens of the run without speculation."""
+    reference = reference_of(name)
+    path = Path(args.out) / f"{reference}.json"
+    known = wait_for(path, args.wait) if reference else None
+    if known is None:
+        result["oracle_error"] = f"{path} never came: run {reference} as well"
+        return
+    requests = engine_work.prompts(engine_models.VOCAB)
+    with engine_work.OracleDrafts(
+        llm, requests, known["greedy"], engine_models.VOCAB
+    ) as oracle:
+        result["oracle"], _ = engine_work.greedy(
+            llm, requests, [args.greedy] * len(requests), False
         )
-        for slot, resources in enumerate(manager._persistent_resources)
-        for key, resource in resources.items()
-        if hasattr(resource, "plan")
-    ]
+        result["oracle_tokens_per_verify"] = round(oracle.tokens_per_verify(), 2)
 
 
 def run_child(name: str, args: argparse.Namespace) -> None:
     """Start one engine, generate, and write DIR/<name>.json."""
     t0 = time.time()
+    syncs = engine_work.SyncRecorder() if RUNS[name].get("sync") else None
     options = engine_options(name, args)
-    from vllm import LLM, SamplingParams
+    import engine_hooks
+    from vllm import LLM
 
     say(f"{name}: imports took {time.time() - t0:.0f} s")
     t0 = time.time()
     llm = LLM(**options)
-    start_seconds = time.time() - t0
-    say(f"{name}: engine is up after {start_seconds:.0f} s")
-    vocab = engine_models.VOCAB
-    ids = probe_ids(vocab)
-    requests = [{"prompt_token_ids": p} for p in prompts(vocab)]
-    result: dict = dict(run=name, start_seconds=round(start_seconds, 1))
-
-    if "speculative_config" not in options:
-        t0 = time.time()
-        params = [
-            SamplingParams(
-                max_tokens=args.steps,
-                temperature=0,
-                ignore_eos=True,
-                detokenize=False,
-                logprob_token_ids=ids,
-                trace_decode_token_ids=trace(vocab, i, args.steps),
-            )
-            for i in range(len(requests))
-        ]
-        outputs = llm.generate(requests, params, use_tqdm=False)
-        result["forced_seconds"] = round(time.time() - t0, 2)
-        result["forced"] = [
-            [[step[t].logprob for t in ids] for step in o.outputs[0].logprobs]
-            for o in outputs
-        ]
-        for i, o in enumerate(outputs):
-            forced = trace(vocab, i, args.steps)
-            assert list(o.outputs[0].token_ids) == forced, f"prompt {i} not forced"
-
-    before = plan_counts() if options.get("attention_backend") == OURS else []
-    t0 = time.time()
-    params = SamplingParams(
-        max_tokens=args.greedy, temperature=0, ignore_eos=True, detokenize=False
-    )
-    outputs = llm.generate(requests, params, use_tqdm=False)
-    result["greedy_seconds"] = round(time.time() - t0, 2)
-    result["greedy"] = [list(o.outputs[0].token_ids) for o in outputs]
-    if before:
-        for old, new in zip(before, plan_counts(), strict=True):
-            new["planned"] -= old["planned"]
-            new["reused"] -= old["reused"]
-            # Lane 0 has the target's MLA layers, lane 1 the draft's.
-            new["layers"] = DRAFT_LAYERS if new["slot"] else args.layers // 2
-            result.setdefault("plans", []).append(new)
-    (Path(args.out) / f"{name}.json").write_text(json.dumps(result))
+    result: dict[str, Any] = dict(run=name, start_seconds=round(time.time() - t0, 1))
+    say(f"{name}: engine is up after {result['start_seconds']:.0f} s")
+    ours = options.get("attention_backend") == OURS
+    before = engine_hooks.plan_counts() if ours else []
+    result["workspace"] = engine_hooks.workspace_state()
+    path = Path(args.out) / f"{name}.json"
+    generate(llm, name, args, result)
+    if syncs is not None:
+        result["syncs"] = syncs.result()
+    for old, new in zip(before, engine_hooks.plan_counts() if ours else []):
+        new["planned"] -= old["planned"]
+        new["reused"] -= old["reused"]
+        # Lane 0 has the target's MLA layers, lane 1 the draft's.
+        new["layers"] = DRAFT_LAYERS if new["slot"] else args.layers // 2
+        result.setdefault("plans", []).append(new)
+    after = engine_hooks.workspace_state()
+    result["workspace_moved"] = after["addresses"] != result["workspace"]["addresses"]
+    result["memory"] = engine_hooks.memory_state()
+    if "spec" in RUNS[name]:
+        try:
+            generate_with_oracle(llm, name, args, result)
+        except Exception as error:  # noqa: BLE001 - reported; the rest stands
+            traceback.print_exc()
+            result["oracle_error"] = repr(error)
+    # Renamed into place: other runs wait for it.
+    part = path.with_suffix(".new")
+    part.write_text(json.dumps(result))
+    part.replace(path)
     say(f"{name}: done")
 
 
-def compare(a: dict, b: dict) -> dict:
-    """Compare two runs.
-
-    Returns:
-        Differences of log-probability at forced steps (nats), first steps (prefill)
-        and later steps (decode) apart, and the greedy tokens that agree.
-
-    """
-    diffs: dict[str, list[float]] = {"prefill": [], "decode": []}
-    if "forced" in a and "forced" in b:
-        for steps_a, steps_b in zip(a["forced"], b["forced"], strict=True):
-            for i, (x, y) in enumerate(zip(steps_a, steps_b, strict=True)):
-                d = [abs(p - q) for p, q in zip(x, y, strict=True)]
-                diffs["decode" if i else "prefill"] += d
-    same = total = whole = 0
-    for x, y in zip(a["greedy"], b["greedy"], strict=True):
-        total += len(x)
-        first = next((i for i, (p, q) in enumerate(zip(x, y)) if p != q), len(x))
-        same += first
-        whole += first == len(x)
-    row = dict(a=a["run"], b=b["run"], greedy_same=same, greedy_total=total)
-    row["greedy_whole"] = f"{whole}/{len(a['greedy'])}"
-    for kind, d in diffs.items():
-        if d:
-            finite = all(v == v and v != float("inf") for v in d)
-            row[f"{kind}_max"] = round(max(d), 4) if finite else float("nan")
-            row[f"{kind}_mean"] = round(sum(d) / len(d), 5) if finite else float("nan")
-    return row
+def failures(name: str, run: dict, min_accepted: float) -> list[str]:
+    """Return what one run broke."""
+    bad = [
+        f"{name}: {p['planned']} plans and {p['reused']} uses of one again, not one "
+        f"plan for {p['layers']} layers"
+        for p in run.get("plans", [])
+        if p["reused"] != p["planned"] * (p["layers"] - 1)
+    ]
+    if run.get("workspace", {}).get("locked") and run["workspace_moved"]:
+        bad.append(f"{name}: a workspace was allocated after they were locked")
+    graphs = not RUNS[name].get("enforce_eager")
+    if graphs and not run.get("workspace", {}).get("locked", True):
+        bad.append(f"{name}: the workspaces were never locked")
+    bad += [
+        f"{name}: {s['times']} synchronisations at {s['place']}"
+        for s in run.get("syncs", [])
+        if s["kind"] == "ours"
+    ]
+    if "oracle_error" in run:
+        bad.append(f"{name}: {run['oracle_error']}")
+    if run.get("oracle_tokens_per_verify", min_accepted) < min_accepted:
+        bad.append(
+            f"{name}: {run['oracle_tokens_per_verify']} tokens a verify, with right "
+            f"drafts it must be {min_accepted} at least"
+        )
+    return bad
 
 
-def spread(run: dict) -> float:
-    """Return the standard deviation of a run's forced log-probabilities (nats)."""
-    values = [v for prompt in run["forced"] for step in prompt for v in step]
-    mean = sum(values) / len(values)
-    return (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
-
-
-PAIRS = (
-    ("ref-bf16", "fp8-triton"),
-    ("ref-bf16", "fp8-flashmla"),
-    ("ref-bf16", "ours-eager"),
-    ("fp8-triton", "ours-eager"),
-    ("ours-eager", "ours-graph"),
-    ("ref-bf16", "ours-scaled"),
-    ("ours-eager", "ours-dspark"),
-    ("ours-dspark", "ours-dspark-graph"),
-    ("ours-eager", "ours-dspark-bf16-draft"),
-)
-
-
-def report(out: Path, names: list[str], limit: float) -> int:
-    """Print the tables, write the JSON lines, and return the exit status."""
-    runs = {
-        n: json.loads(p.read_text()) for n in RUNS if (p := out / f"{n}.json").exists()
-    }
-    bad = [n for n in names if n not in runs]
-    rows = [compare(runs[a], runs[b]) for a, b in PAIRS if a in runs and b in runs]
+def print_runs(runs: dict[str, dict]) -> None:
+    """Print times, plans, memory and synchronisations of the runs."""
     print(
-        "\nrun                     start s  forced s  greedy s  plans (planned/reused)"
+        "\nrun                     start s  forced s  greedy s  ragged s  peak MiB "
+        "less scratch  scratch MiB a lane  plans (planned/reused)"
     )
     for name, run in runs.items():
         plans = ", ".join(
@@ -279,89 +308,119 @@ def report(out: Path, names: list[str], limit: float) -> int:
             f"{p['planned']}/{p['reused']}"
             for p in run.get("plans", [])
         )
+        state, peak = run.get("workspace", {}), run.get("memory", {}).get("peak_mib")
+        scratch = state.get("scratch_mib", [])
+        own = sum(scratch) + state.get("persistent_mib", 0.0)
+        less = "-" if peak is None else f"{peak - own:.0f}"
         print(
             f"{name:<24}{run['start_seconds']:>7}{run.get('forced_seconds', '-'):>10}"
-            f"{run['greedy_seconds']:>10}  {plans}"
+            f"{run['greedy_seconds']:>10}{run.get('ragged_seconds', '-'):>10}"
+            f"{peak or '-':>10} {less:>12}  {scratch!s:<19} {plans}"
         )
-        bad += [
-            f"{name}: {p['planned']} plans and {p['reused']} uses of one again, not "
-            f"one plan for {p['layers']} layers"
-            for p in run.get("plans", [])
-            if p["reused"] != p["planned"] * (p["layers"] - 1)
-        ]
-    if "ref-bf16" in runs:
-        width = spread(runs["ref-bf16"])
-        print(f"\nspread of the reference's log-probabilities: {width:.2f}")
+        if "oracle_tokens_per_verify" in run:
+            print(
+                f"    right drafts: {run['oracle_tokens_per_verify']} tokens a verify"
+            )
+        if "syncs" in run:
+            print(f"    host-device synchronisations: {len(run['syncs'])} places")
+        for sync in run.get("syncs", [])[:12]:
+            print(f"      {sync['times']:>5} x {sync['kind']}: {sync['place']}")
+
+
+def print_pairs(rows: list[dict]) -> None:
+    """Print the comparison of the runs."""
     print(
-        "\n|difference| in nats                prefill max   mean  decode max   mean"
-        "   greedy"
+        "\n|difference| in nats                     prefill max    mean  decode max"
+        "    mean   tokens up to the first difference"
     )
     for r in rows:
-        print(
-            f"{r['a'] + ' : ' + r['b']:<36}{r.get('prefill_max', '-')!s:>8}"
-            f"{r.get('prefill_mean', '-')!s:>9}{r.get('decode_max', '-')!s:>9}"
-            f"{r.get('decode_mean', '-')!s:>9}   {r['greedy_same']}/"
-            f"{r['greedy_total']} tokens, {r['greedy_whole']} prompts whole"
+        tokens = ", ".join(
+            f"{work} {r[f'{work}_same']}/{r[f'{work}_total']}"
+            for work in ("greedy", "ragged", "oracle")
+            if f"{work}_same" in r
         )
-        mean = r.get("decode_mean", 0.0)
-        if not mean <= limit:
-            bad.append(f"{r['a']}:{r['b']} decode mean {mean} > {limit}")
-        graph_pair = (r["a"], r["b"]) == ("ours-eager", "ours-graph")
-        if graph_pair and r["greedy_same"] != r["greedy_total"]:
-            bad.append("eager and graph differ")
+        print(
+            f"{r['a'] + ' : ' + r['b']:<41}{r.get('prefill_max', '-')!s:>10}"
+            f"{r.get('prefill_mean', '-')!s:>9}{r.get('decode_max', '-')!s:>11}"
+            f"{r.get('decode_mean', '-')!s:>9}   {tokens}"
+        )
+        for part in r["parts"][:8]:
+            print(
+                f"      {part['work']} prompt {part['prompt']} step {part['step']}: "
+                f"{part['a']} or {part['b']}, gap of the best two "
+                f"{part.get('gap', 'unknown')} nats"
+                f"{'' if part.get('best_two', True) else ', not these two'}"
+            )
+
+
+def report(out: Path, names: list[str], args: argparse.Namespace) -> int:
+    """Print the tables, write the JSON lines, and return the exit status."""
+    runs = {
+        n: json.loads(p.read_text()) for n in RUNS if (p := out / f"{n}.json").exists()
+    }
+    bad = [n for n in names if n not in runs]
+    print_runs(runs)
+    for name, run in runs.items():
+        bad += failures(name, run, args.min_accepted)
+    if "ref-bf16" in runs:
+        width = engine_work.spread(runs["ref-bf16"])
+        print(f"\nspread of the reference's log-probabilities: {width:.2f}")
+    rows = []
+    for a, b, limit in PAIRS:
+        if a not in runs or b not in runs:
+            continue
+        row = engine_work.compare(runs[a], runs[b])
+        rows.append(row)
+        mean = row.get("decode_mean", 0.0)
+        if not mean <= args.limit:
+            bad.append(f"{a}:{b} decode mean {mean} > {args.limit}")
+        if limit == "same":
+            for part in engine_work.unexplained(row["parts"], args.tie):
+                bad.append(
+                    f"{a}:{b} {part['work']} prompt {part['prompt']} step "
+                    f"{part['step']} differs at a gap of {part.get('gap')} nats"
+                )
+    print_pairs(rows)
     with (out / "engine_check.jsonl").open("w") as f:
         for row in rows:
             f.write(json.dumps(row) + "\n")
-        for name, run in runs.items():
-            f.write(json.dumps({k: v for k, v in run.items() if k != "forced"}) + "\n")
+        long = ("forced", "greedy_best", "ragged_best")
+        for run in runs.values():
+            f.write(json.dumps({k: v for k, v in run.items() if k not in long}) + "\n")
     print("\nFAILED: " + "; ".join(bad) if bad else "\nall runs and limits passed")
     return 1 if bad else 0
 
 
-def run_one(name: str, out: Path, timeout: float, env: dict[str, str]) -> None:
-    """Run one engine in a process of its own; its output goes to a log."""
-    log_path = out / f"{name}.log"
-    say(f"{name}: starting (log: {log_path})")
-    (out / f"{name}.json").unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--child", name, *sys.argv[1:]]
-    code: int | str
-    with log_path.open("w") as log:
-        try:
-            code = subprocess.run(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                timeout=timeout,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"time limit of {timeout:.0f} s"
-    say(f"{name}: ended with {code}")
-    if code:
-        lines = log_path.read_text(errors="replace").splitlines()
-        errors = [i for i, line in enumerate(lines) if "Error" in line]
-        first = max(errors[0] - 12, 0) if errors else len(lines) - 25
-        print("\n".join("    " + line for line in lines[first:][:40]), flush=True)
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    made = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    made.add_argument("--out", default="build/engine_check", help="result folder")
+    made.add_argument("--only", help="runs, comma separated: " + ", ".join(RUNS))
+    made.add_argument("--dspark", action="store_true", help="add the DSpark runs")
+    made.add_argument("--layers", type=int, default=4, help="target layers")
+    made.add_argument("--heads", type=int, default=12, help="MLA heads")
+    made.add_argument("--steps", type=int, default=16, help="forced steps")
+    made.add_argument("--greedy", type=int, default=24, help="greedy tokens")
+    made.add_argument("--no-ragged", dest="ragged", action="store_false")
+    made.add_argument("--seed", type=int, default=1, help="weights")
+    made.add_argument("--kv-gib", type=float, default=4, help="KV cache, GiB")
+    made.add_argument("--gpus", default="0", help="GPUs, comma separated")
+    made.add_argument("--parallel", type=int, default=1, help="engines a GPU")
+    made.add_argument("--timeout", type=float, default=420, help="seconds a run")
+    made.add_argument("--wait", type=float, default=180, help="for a reference, s")
+    made.add_argument("--budget", type=float, default=1e9, help="no start after, s")
+    made.add_argument("--limit", type=float, default=0.5, help="decode mean, nats")
+    made.add_argument("--tie", type=float, default=0.3, help="a near tie, nats")
+    made.add_argument("--min-accepted", type=float, default=2.0, help="right drafts")
+    made.add_argument("--report", action="store_true", help="compare only")
+    made.add_argument("--child", help=argparse.SUPPRESS)
+    return made
 
 
 def main() -> int:
-    """Run the chosen engines one after another and compare them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", default="build/engine_check", help="result folder")
-    parser.add_argument("--only", help="runs, comma separated: " + ", ".join(RUNS))
-    parser.add_argument("--dspark", action="store_true", help="add the DSpark run")
-    parser.add_argument("--layers", type=int, default=4, help="target layers")
-    parser.add_argument("--heads", type=int, default=12, help="MLA heads")
-    parser.add_argument("--steps", type=int, default=16, help="forced steps")
-    parser.add_argument("--greedy", type=int, default=16, help="greedy tokens")
-    parser.add_argument("--seed", type=int, default=1, help="weights")
-    parser.add_argument("--kv-gib", type=float, default=4, help="KV cache, GiB")
-    parser.add_argument("--parallel", type=int, default=1, help="engines at a time")
-    parser.add_argument("--timeout", type=float, default=420, help="seconds a run")
-    parser.add_argument("--limit", type=float, default=0.5, help="decode mean, nats")
-    parser.add_argument("--report", action="store_true", help="compare only")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    """Run the chosen engines and compare them."""
+    made = parser()
+    args = made.parse_args()
     args.out = str(Path(args.out).resolve())
     if args.child:
         run_child(args.child, args)
@@ -370,16 +429,24 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     names = args.only.split(",") if args.only else list(DEFAULT_RUNS)
     names += [n for n in DSPARK_RUNS if args.dspark and n not in names]
-    unknown = [n for n in names if n not in RUNS]
-    if unknown:
-        parser.error(f"unknown runs {unknown}; there are {', '.join(RUNS)}")
-    # In-process engines: the seeded weights and the plan counters live there.
-    env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
-    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if unknown := [n for n in names if n not in RUNS]:
+        made.error(f"unknown runs {unknown}; there are {', '.join(RUNS)}")
     if not args.report:
-        with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
-            list(pool.map(lambda name: run_one(name, out, args.timeout, env), names))
-    return report(out, names, args.limit)
+        # References first: runs with right drafts wait for them.
+        names.sort(key=lambda n: reference_of(n) is not None)
+        for name in names:
+            (out / f"{name}.json").unlink(missing_ok=True)
+        jobs = [
+            Job(
+                name,
+                child_command(__file__, name),
+                env={"VLLM_GPU_SYNC_CHECK": "warn"} if RUNS[name].get("sync") else {},
+            )
+            for name in names
+        ]
+        slots = {(gpu,): args.parallel for gpu in args.gpus.split(",")}
+        Jobs(out, args.timeout, args.budget).run(jobs, slots)
+    return report(out, names, args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run engines as child processes: several at a time, spread over GPUs, timed alone.
+
+A child that measures time calls :meth:`Gate.wait` once it is warm. The parent opens
+one gate at a time on a GPU, and only when nothing else runs there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+START = time.time()
+POLL_SECONDS = 0.1
+
+
+def say(text: str) -> None:
+    """Print a line with the seconds since the start."""
+    print(f"[{time.time() - START:6.1f} s] {text}", flush=True)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return a child's environment: in-process engine core, no network, no JIT.
+
+    The engine core stays in the child, where the schedule can be read and steps be
+    timed; FlashInfer's sampler would be compiled at start-up (100 s) for nothing.
+    """
+    env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # Worker processes import engine_hooks by name.
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(HERE), *filter(None, [env.get("PYTHONPATH")])]
+    )
+    env.update(more)
+    return env
+
+
+class Gate:
+    """The child's side of a measurement that must not share its GPU.
+
+    Args:
+        out: Folder that parent and child share.
+        name: The run's name.
+
+    """
+
+    def __init__(self, out: Path, name: str) -> None:
+        self.ready = out / f"{name}.ready"
+        self.open = out / f"{name}.go"
+
+    def clear(self) -> None:
+        """Remove what an earlier run left."""
+        self.ready.unlink(missing_ok=True)
+        self.open.unlink(missing_ok=True)
+
+    def wait(self, seconds: float) -> None:
+        """Say that this child is warm, and wait until the GPU is its own.
+
+        Raises:
+            TimeoutError: If the parent doesn't open the gate in time.
+
+        """
+        self.ready.touch()
+        limit = time.time() + seconds
+        while not self.open.exists():
+            if time.time() > limit:
+                raise TimeoutError(
+                    f"the GPU did not become free within {seconds:.0f} s: other "
+                    "engines of this call still start; raise --timeout or run fewer"
+                )
+            time.sleep(POLL_SECONDS)
+
+
+@dataclass
+class Job:
+    """One child process.
+
+    Attributes:
+        name: The run's name; its log is `<name>.log`.
+        command: What to run.
+        gpus: The GPUs that it sees, as CUDA_VISIBLE_DEVICES takes them. Empty: any.
+        timed: It waits at a gate before it measures.
+        env: Variables of this run alone.
+
+    """
+
+    name: str
+    command: list[str]
+    gpus: tuple[str, ...] = ()
+    timed: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+    state: str = "pending"  # pending, running, measuring, ended, left out
+
+
+def error_lines(text: str, most: int = 40) -> list[str]:
+    """Return the part of a log that says why it failed."""
+    lines = text.splitlines()
+    errors = [i for i, line in enumerate(lines) if "Error" in line]
+    # The first error of a worker process is the cause; its parents only repeat it.
+    first = max(errors[0] - 12, 0) if errors else max(len(lines) - 25, 0)
+    return lines[first:][:most]
+
+
+class Jobs:
+    """Runs jobs and opens gates.
+
+    Args:
+        out: Result folder.
+        timeout: Seconds that a job may take.
+        budget: Seconds after the start of the script from which no job is started.
+
+    """
+
+    def __init__(self, out: Path, timeout: float, budget: float = 1e9) -> None:
+        self.out = out
+        self.timeout = timeout
+        self.budget = budget
+        self._lock = threading.Lock()
+        self._jobs: list[Job] = []
+
+    def run(self, jobs: list[Job], slots: dict[tuple[str, ...], int]) -> list[str]:
+        """Run the jobs in order and return the names of those left out.
+
+        Args:
+            jobs: What to run.
+            slots: GPUs (as `Job.gpus`) to how many jobs may run there at a time. A
+                job without GPUs takes the first of them that has a free slot.
+
+        """
+        self._jobs = jobs
+        free = [gpus for gpus, number in slots.items() for _ in range(number)]
+        threads: list[threading.Thread] = []
+        while any(job.state not in ("ended", "left out") for job in jobs):
+            for job in jobs:
+                if job.state != "pending":
+                    continue
+                if time.time() - START > self.budget:
+                    job.state = "left out"
+                    say(f"{job.name}: not run, {self.budget:.0f} s are over")
+                    continue
+                gpus = job.gpus if job.gpus in free else None
+                if not job.gpus and free:
+                    gpus = free[0]
+                if gpus is None:
+                    continue
+                free.remove(gpus)
+                job.gpus, job.state = gpus, "running"
+                thread = threading.Thread(target=self._run_one, args=(job, free))
+                thread.start()
+                threads.append(thread)
+            self._open_gates()
+            time.sleep(POLL_SECONDS)
+        for thread in threads:
+            thread.join()
+        return [job.name for job in jobs if job.state == "left out"]
+
+    def _open_gates(self) -> None:
+        """Let one waiting job a GPU measure if nothing else runs or starts there."""
+        for job in self._jobs:
+            gate = Gate(self.out, job.name)
+            if job.state != "running" or not job.timed or not gate.ready.exists():
+                continue
+            others = [
+                other
+                for other in self._jobs
+                if other is not job
+                and (set(other.gpus) & set(job.gpus) or not other.gpus)
+            ]
+            if any(
+                other.state in ("pending", "measuring")
+                or other.state == "running"
+                and not (other.timed and Gate(self.out, other.name).ready.exists())
+                for other in others
+            ):
+                continue
+            say(f"{job.name}: measures")
+            job.state = "measuring"
+            gate.open.touch()
+
+    def _run_one(self, job: Job, free: list[tuple[str, ...]]) -> None:
+        log_path = self.out / f"{job.name}.log"
+        gpus = f" on GPU {','.join(job.gpus)}" if job.gpus else ""
+        say(f"{job.name}: starting{gpus} (log: {log_path})")
+        (self.out / f"{job.name}.json").unlink(missing_ok=True)
+        Gate(self.out, job.name).clear()
+        env = environment(**job.env)
+        if job.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)
+        code: int | str
+        with log_path.open("w") as log:
+            child = subprocess.Popen(
+                job.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+            try:
+                code = child.wait(self.timeout)
+            except subprocess.TimeoutExpired:
+                code = f"time limit of {self.timeout:.0f} s"
+            finally:
+                # The session too: worker processes may outlive their parent.
+                end_session(child)
+        say(f"{job.name}: ended with {code}")
+        if code:
+            lines = error_lines(log_path.read_text(errors="replace"))
+            print("\n".join("    " + line for line in lines), flush=True)
+        with self._lock:
+            job.state = "ended"
+            free.append(job.gpus)
+
+
+def end_session(child: subprocess.Popen) -> None:
+    """End what is left of a child's session, politely first."""
+    for signal_number in (15, 9):
+        try:
+            os.killpg(child.pid, signal_number)
+        except ProcessLookupError:
+            break
+        try:
+            child.wait(5)
+        except subprocess.TimeoutExpired:
+            continue
+        time.sleep(POLL_SECONDS)
+
+
+def child_command(script: str, name: str) -> list[str]:
+    """Return the command that runs `name` of this script in a process of its own."""
+    return [sys.executable, script, "--child", name, *sys.argv[1:]]

@@ -213,9 +213,7 @@ def exact_keys(requests: int, tokens: int, seed: int) -> torch.Tensor:
     changes nothing and splitting the KV must not either.
     """
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    keys = torch.randn(
-        requests, tokens, utils.HEAD, device=DEVICE, generator=generator
-    )
+    keys = torch.randn(requests, tokens, utils.HEAD, device=DEVICE, generator=generator)
     keys[..., : utils.LATENT] += 0.3
     keys[..., utils.LATENT :] = 0
     keys[..., utils.LATENT] = torch.randint(
@@ -411,7 +409,7 @@ def without_dcp():
 
 
 def dcp_manager(config: Any, impl: Any, backend: str, dtype: torch.dtype) -> Any:
-    """vLLM's combine for a layer of ``impl``, as Kimi K3's layer makes it."""
+    """Make the collectives of ``impl``'s layer, as Kimi K3's layer does."""
     config.parallel_config.dcp_comm_backend = backend
     return dcp.MLADCPManager(
         vllm_config=config,

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """One tiny step of the KV-balanced MLA decode, to be run under compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python kimi_k3_kv_balanced_mla_sanitize.py --tile 0
+    compute-sanitizer python kimi_k3_kv_balanced_mla_sanitize.py --tile 0
 
 Planner, decode and combine of one tile, once. Inputs are made on the CPU, so that few
 kernels but ours run. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an
@@ -21,7 +21,7 @@ import test_kimi_k3_kv_balanced_mla_kernel as kernel_test  # noqa: E402
 
 core = kernel_test.core
 HEADS_OF_TILE = (12, 31, 48, 63, 95, 127)
-"""One query token's heads on each of ``config.TILES``; odd where a tile has spare rows."""
+"""One query token's heads on each of ``config.TILES``, most with spare rows."""
 LENGTHS = [0, 1, 65, 129, 1500, 4500]
 BLOCK = 64
 

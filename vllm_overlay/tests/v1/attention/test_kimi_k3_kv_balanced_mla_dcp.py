@@ -57,9 +57,9 @@ class Ranks:
         if not exact:
             generator = torch.Generator(promises.DEVICE).manual_seed(seed)
             shape = (tokens, heads, utils.HEAD)
-            self.q = torch.randn(
-                shape, device=promises.DEVICE, generator=generator
-            ).to(utils.FP8)
+            self.q = torch.randn(shape, device=promises.DEVICE, generator=generator).to(
+                utils.FP8
+            )
         q_scale = promises.LOG2_UNITS if exact else 0.5
         self.layer = utils.make_layer(q_scale=q_scale)
         self.scale = utils.SCALE * q_scale
@@ -70,9 +70,7 @@ class Ranks:
         local = get_dcp_local_seq_lens(
             torch.tensor(self.totals), self.world, rank, interleave
         ).tolist()
-        where = promises.local_positions(
-            max(*local, 1), self.world, rank, interleave
-        )
+        where = promises.local_positions(max(*local, 1), self.world, rank, interleave)
         rows = self.keys[:, where.clamp_max(self.keys.shape[1] - 1)]
         cache, table = promises.paged(rows, local, seed=rank)
         return local, where, rows, cache, table
@@ -186,8 +184,7 @@ def check_merged(ranks, merged, partials, other, roundings):
     weight = torch.exp2(lse - torch.where(top.isinf(), 0.0, top))
     weight = weight / weight.sum(0).clamp_min(1e-300)
     size = sum(
-        weight[r][..., None] * out.double().abs()
-        for r, (out, _) in enumerate(partials)
+        weight[r][..., None] * out.double().abs() for r, (out, _) in enumerate(partials)
     )
     gap = (merged - other).double().abs()
     excess = (gap - roundings * BF16_STEP * size).max().item()

@@ -90,9 +90,7 @@ class Server:
         """Relative error to float64; rows of padding must be 0."""
         where = torch.arange(self.keys.shape[1], device=DEVICE)
         bounds = promises.bounds_of(lengths, self.qlen, self.causal)
-        want, lse = promises.attend(
-            self.q, self.keys, where, lengths, bounds, scale
-        )
+        want, lse = promises.attend(self.q, self.keys, where, lengths, bounds, scale)
         assert torch.isfinite(out).all(), lengths
         assert (out[lse.isinf()] == 0).all(), lengths
         size = want.norm()
@@ -327,7 +325,7 @@ def test_host_bounds_do_not_change_the_result():
 
 
 def requested(what):
-    """Bytes asked of torch's allocator: ``current`` or, over all time, ``allocated``."""
+    """Bytes asked of torch's allocator, ``current`` or ever ``allocated``."""
     if not ON_GPU:
         return 0
     return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
@@ -353,9 +351,7 @@ def test_a_step_allocates_nothing_but_its_output():
             layer = utils.make_layer()
             with utils.forward(config):
                 calls, size = requests(), requested("allocated")
-                out, lse = impl.forward_mqa(
-                    server.q, server.cache, metadata, layer
-                )
+                out, lse = impl.forward_mqa(server.q, server.cache, metadata, layer)
                 calls, size = requests() - calls, requested("allocated") - size
             want = out.numel() * 2
             if with_lse:
@@ -519,9 +515,7 @@ def test_scales_far_from_one():
                     continue  # one key would take all of the weight
                 layer = utils.make_layer(q_scale, k_scale)
                 with utils.forward(config):
-                    out, _ = impl.forward_mqa(
-                        server.q, server.cache, metadata, layer
-                    )
+                    out, _ = impl.forward_mqa(server.q, server.cache, metadata, layer)
                 scale = impl.scale * q_scale * k_scale
                 error = server.check(out.double() / k_scale, lengths, scale)
                 worst = max(worst, error)

@@ -444,7 +444,9 @@ def main() -> int:
             )
             for name in names
         ]
-        slots = {(gpu,): args.parallel for gpu in args.gpus.split(",")}
+        slots: dict[tuple[str, ...], int] = {
+            (gpu,): args.parallel for gpu in args.gpus.split(",")
+        }
         Jobs(out, args.timeout, args.budget).run(jobs, slots)
     return report(out, names, args)
 

@@ -12,8 +12,10 @@ Worker processes import this module by name, so its folder must be on PYTHONPATH
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import engine_models
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
@@ -21,6 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
     DecodeBenchConnectorWorker,
 )
 
+# With `load_format="dummy"`, every worker fills its shard from this seed.
+SEED_VARIABLE = "ENGINE_CHECK_SEED"
 # One template of this many rows per dtype is copied into the requests' blocks: the
 # values are random, and the fill costs a copy.
 TEMPLATE_ROWS = 64
@@ -174,6 +178,8 @@ class WorkerExtension:
 
     def init_worker_extension(self) -> None:
         no_multicast_allreduce()
+        if seed := os.environ.get(SEED_VARIABLE):
+            engine_models.install_seeded_weights(int(seed))
 
     def check_plans(self) -> list[dict[str, int]]:
         return plan_counts()

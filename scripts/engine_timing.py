@@ -127,14 +127,16 @@ class Steps:
 
     Args:
         llm: A `vllm.LLM` whose engine core runs in this process.
+        requests: Requests of a batch.
 
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, requests: int = REQUESTS) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         self.engine = llm.llm_engine
+        self.requests = requests
         self.params = SamplingParams(
             max_tokens=ROOM_TOKENS - 64,
             temperature=0,
@@ -150,7 +152,7 @@ class Steps:
         pool = [rng.randrange(4, engine_models.VOCAB) for _ in range(8192)]
         prompts = [
             [pool[(i * 131 + j) % len(pool)] for j in range(n)]
-            for i, n in enumerate(lengths(mix))
+            for i, n in enumerate(lengths(mix, self.requests))
         ]
         self.names = [f"{mix}-{i}" for i in range(len(prompts))]
         for name, prompt in zip(self.names, prompts, strict=True):

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse engine check without a GPU: models, step times, turns, verdict."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sparse_check
+import sparse_models
+import sparse_report
+import sparse_timing
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("model", sparse_models.MODELS)
+@pytest.mark.parametrize("layers", [1, 3, 4])
+def test_models(model, layers, tmp_path):
+    folder = sparse_models.write_model(tmp_path, model, layers)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == layers
+    assert config["kv_lora_rank"] == 512
+    assert config["qk_rope_head_dim"] == {"dsv32": 64, "glm": 0}[model]
+    assert config["index_topk"] == 2048
+    # What DeepGEMM's logits kernels take on Hopper.
+    assert config["index_n_heads"] in (32, 64)
+    if model == "glm":
+        sparse = [t == "sparse" for t in config["mlp_layer_types"]]
+        assert sparse == [i >= 3 for i in range(layers)]
+        assert len(config["layer_types"]) == layers
+        assert config["index_topk"] % config["index_kpool"] == 0
+
+
+def test_attention_only():
+    glm = SimpleNamespace(model_type="glm5_next_text", num_hidden_layers=2)
+    assert sparse_models.attention_only(glm).layer_types == ["full_attention"] * 2
+    other = SimpleNamespace(model_type="deepseek_v32")
+    assert not hasattr(sparse_models.attention_only(other), "layer_types")
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package of two modules in the place of vLLM's; gives its name."""
+    name = "fake_backends.mla"
+    for part in ("fake_backends", name):
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    monkeypatch.setattr(sparse_models, "MODULE", f"{name}.sparse")
+    yield f"{name}.sparse"
+    sys.modules.pop(f"{name}.sparse", None)
+
+
+def test_install_stock(package, tmp_path):
+    stock = tmp_path / "stock.py"
+    stock.write_text("WHO = 'stock'\n")
+    sparse_models.install_stock(stock)
+    module = sys.modules[package]
+    assert (module.WHO, module.__file__) == ("stock", str(stock))
+    assert sys.modules["fake_backends.mla"].sparse is module
+    with pytest.raises(RuntimeError, match="imported already"):
+        sparse_models.install_stock(stock)
+
+
+def test_install_stock_without_file(package, tmp_path):
+    with pytest.raises(FileNotFoundError, match="--stock"):
+        sparse_models.install_stock(tmp_path / "none.py")
+
+
+def test_pinned_hash(tmp_path):
+    toml = tmp_path / "UPSTREAM.toml"
+    toml.write_text("[shadow]\n")
+    assert sparse_models.pinned_hash(toml) is None
+    path = sparse_models.MODULE.replace(".", "/") + ".py"
+    toml.write_text(f'[shadow]\n"{path}" = "ab12"\n')
+    assert sparse_models.pinned_hash(toml) == "ab12"
+
+
+def test_quantiles():
+    assert sparse_timing.quantiles([]) == {"n": 0}
+    got = sparse_timing.quantiles([float(v) for v in range(11)])
+    assert got == dict(n=11, median=5.0, p10=1.0, p90=9.0, mean=5.0, max=10.0)
+    assert sparse_timing.quantiles([3.0, 1.0])["median"] == 2.0
+
+
+class FakeEngine:
+    """Schedules like vLLM: decodes first, then prompts in chunks, one build a step.
+
+    A step takes 10 ms with a prefill, else 1 ms and 0.1 ms a request, of which
+    the builder takes 0.25 ms.
+    """
+
+    def __init__(self, monkeypatch, second_builder=False):
+        self.now = 0.0
+        self.batches = []
+        monkeypatch.setattr(
+            sparse_timing, "time", SimpleNamespace(perf_counter=lambda: self.now)
+        )
+        engine = self
+
+        class Builder:
+            def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+                engine.now += 250e-6
+                return "metadata"
+
+        self.recorder = sparse_timing.StepRecorder(Builder, None)
+        self.builders = [Builder() for _ in range(2 if second_builder else 1)]
+
+    def step(self, queries):
+        self.batches.append(queries)
+        common = SimpleNamespace(
+            num_actual_tokens=sum(queries), max_query_len=max(queries)
+        )
+        begin = self.now
+        for builder in self.builders:
+            assert builder.build(0, common) == "metadata"
+        long = max(queries) > 1
+        self.now = begin + (10e-3 if long else 1e-3 + 1e-4 * len(queries))
+
+    def generate(self, prompts, params, use_tqdm):
+        prompt = [len(p["prompt_token_ids"]) for p in prompts]
+        left, made = list(prompt), [0] * len(prompt)
+        while any(m < p.max_tokens for m, p in zip(made, params)):
+            budget, queries = sparse_check.BATCHED_TOKENS, []
+            for i, p in enumerate(params):
+                if made[i] >= p.max_tokens or budget == 0:
+                    continue
+                take = min(left[i], budget) if left[i] else 1
+                left[i] -= min(take, left[i])
+                made[i] += left[i] == 0
+                budget -= take
+                queries.append(take)
+            self.step(queries)
+
+
+@pytest.fixture
+def sampling(monkeypatch):
+    vllm = types.ModuleType("vllm")
+    vllm.SamplingParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+
+
+@pytest.mark.parametrize("second_builder", [False, True])
+@pytest.mark.parametrize("case", sparse_check.CASES)
+def test_cases(case, second_builder, monkeypatch, sampling):
+    """Every case gives enough steps, and only steps of its own batch."""
+    engine = FakeEngine(monkeypatch, second_builder)
+    options = sparse_check.CASES[case]
+    times = sparse_check.time_case(engine, engine.recorder, options, profile=False)
+    requests = options["requests"]
+    step, build = times["step_us"], times["build_us"]
+    assert build["median"] == build["max"] == (500 if second_builder else 250)
+    assert step["n"] >= 30
+    if options.get("leaving"):
+        # One request leaves at (nearly) every step, until the last.
+        counts = [len(q) for q in engine.batches if max(q) == 1]
+        assert counts[-1] == 1
+        assert len(set(counts)) >= 0.9 * requests
+        assert step["max"] <= 1000 + 100 * requests
+    else:
+        assert step["p10"] == step["max"] == 1000 + 100 * requests
+
+
+def test_steady_steps_settle(monkeypatch):
+    """The first steps after a change of batch don't count."""
+    engine = FakeEngine(monkeypatch)
+    engine.recorder.reset(2)
+    engine.step([2, 5])
+    for _ in range(sparse_timing.SETTLE_STEPS):
+        engine.step([1, 1])
+        engine.now += 1.0
+    for _ in range(4):
+        engine.step([1, 1])
+    engine.step([1])
+    summary = engine.recorder.summary()
+    assert (summary["step_us"]["n"], summary["step_us"]["max"]) == (3, 1200)
+    engine.recorder.stop()
+    engine.step([1, 1])
+    assert len(engine.recorder.steps) == sparse_timing.SETTLE_STEPS + 6
+
+
+class FakeProfile:
+    """Rows as torch's profiler gives them."""
+
+    stopped = 0
+
+    def stop(self):
+        self.stopped += 1
+
+    def key_averages(self):
+        return [
+            SimpleNamespace(key="cpu", self_device_time_total=0, count=9),
+            SimpleNamespace(key="small", self_device_time_total=12.0, count=12),
+            SimpleNamespace(key="large", self_device_time_total=36.0, count=3),
+        ]
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_profile_follows_the_timed_steps(enough, monkeypatch):
+    """It starts after the timed steps, which don't see it, and always ends."""
+    engine, profile = FakeEngine(monkeypatch), FakeProfile()
+    monkeypatch.setattr(sparse_timing, "start_profile", lambda: profile)
+    engine.recorder.reset(1, profile_from=20, profile_steps=3)
+    for _ in range(20):
+        engine.step([1])
+    engine.now += 5.0
+    for _ in range(10 if enough else 2):
+        engine.step([1])
+    engine.recorder.stop()
+    summary = engine.recorder.summary()
+    assert profile.stopped == 1
+    assert summary["step_us"]["max"] == 1100
+    assert summary["step_us"]["n"] == 18 - sparse_timing.SETTLE_STEPS
+    steps = 3
+    assert summary["busy_us"] == 48.0 / steps
+    assert summary["kernels"][0] == [12.0, 1.0, "large"]
+
+
+CHILD = """
+import json, sys, time
+from pathlib import Path
+out = Path(sys.argv[sys.argv.index("--out") + 1])
+name = sys.argv[sys.argv.index("--child") + 1]
+if name.endswith("stock"):
+    print("SomeError: broken")
+    sys.exit(3)
+if name.endswith("fa3") and "--steps" in sys.argv:
+    time.sleep(60)
+(out / f"{name}.up").write_text("")
+assert sys.stdin.readline() == "go\\n"
+busy = out / "busy"
+busy.touch(exist_ok=False)
+time.sleep(0.2)
+busy.unlink()
+(out / f"{name}.json").write_text(json.dumps({"run": name}))
+if name.endswith("fp8"):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def wave(tmp_path, monkeypatch):
+    """Run a wave of fake children; gives their outcome."""
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    monkeypatch.setattr(sparse_check, "__file__", str(child))
+
+    def run(names, *options):
+        argv = ["--out", str(tmp_path), *options]
+        monkeypatch.setattr(sys, "argv", ["sparse_check.py", *argv])
+        args = sparse_check.parser().parse_args(argv)
+        ended = []
+        monkeypatch.setattr(sparse_check, "say", lambda text: ended.append(text))
+        import time
+
+        sparse_check.run_wave(names, args, time.time() + args.budget)
+        return ended
+
+    return run
+
+
+def test_children_take_turns(wave, tmp_path, capsys):
+    """One at a time is timed; a broken one doesn't stop the others."""
+    said = wave(["dsv32-ours", "dsv32-stock", "glm-ours"], "--gpus", "0,1")
+    done = sorted(p.stem for p in tmp_path.glob("*.json"))
+    assert done == ["dsv32-ours", "glm-ours"]
+    assert any("dsv32-stock: ended with 3" in line for line in said)
+    assert "glm-ours: starting on GPU 0" in said
+    assert "dsv32-stock: starting on GPU 1" in said
+    assert "SomeError: broken" in capsys.readouterr().out
+    assert not (tmp_path / "busy").exists()
+
+
+def test_limits_of_time(wave, tmp_path):
+    """A child that doesn't start, or doesn't end, is stopped; the rest goes on."""
+    said = wave(
+        ["dsv32-fa3", "dsv32-ours-fp8", "glm-ours"],
+        *("--start-limit", "2", "--time-limit", "2", "--steps", "1"),
+    )
+    done = sorted(p.stem for p in tmp_path.glob("*.json"))
+    assert done == ["dsv32-ours-fp8", "glm-ours"]
+    assert any(s.startswith("dsv32-fa3: stopped: not up after") for s in said)
+    assert "dsv32-ours-fp8: stopped: the time for its steps is over" in said
+
+
+def step(median, width=1.0):
+    return dict(
+        n=40,
+        median=median,
+        p10=median - width,
+        p90=median + width,
+        mean=median,
+        max=median + 9,
+    )
+
+
+def result(name, median=1000.0, shift=0.0, **more):
+    times = dict(
+        step_us=step(median),
+        build_us=step(50.0),
+        graph_us=step(300.0),
+        busy_us=310.0,
+        kernels=[[100.0, 3.0, "attention"]],
+    )
+    run = dict(
+        sparse_check.RUNS[name],
+        run=name,
+        file="x.py",
+        sha256="a" * 64,
+        start_seconds=9.0,
+        forced=[[[-1.0 + shift, -9.0], [-2.0 + shift, -7.0]]],
+        greedy=[[5, 6, 7]],
+        cases={case: times for case in sparse_report.JUDGED},
+    )
+    run.update(more)
+    return run
+
+
+def write(out, runs):
+    for run in runs:
+        (out / f"{run['run']}.json").write_text(json.dumps(run))
+    return [run["run"] for run in runs]
+
+
+def test_report_passes(tmp_path, capsys):
+    names = write(
+        tmp_path,
+        [
+            result("dsv32-ours", 900.0, shift=0.1),
+            result("dsv32-stock", 990.0),
+            result("dsv32-fa3", 950.0),
+            result("dsv32-ours-fp8", 890.0, shift=0.2),
+            result("dsv32-stock-fp8", 1200.0),
+        ],
+    )
+    assert sparse_report.report(tmp_path, names, list(sparse_check.RUNS)) == 0
+    text = capsys.readouterr().out
+    assert "dsv32-ours, 1 x 4096: ours is the fastest" in text
+    assert "1.06 x)" in text
+    assert "all checks passed" in text
+    lines = (tmp_path / "sparse_check.jsonl").read_text().splitlines()
+    assert len(lines) == 6 + 5
+    assert "forced" not in json.loads(lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (dict(name="dsv32-fa3", median=880.0), "dsv32-fa3 is faster"),
+        (dict(name="dsv32-ours", shift=0.5), "decode mean 0.25, limit 0.15"),
+        (dict(name="dsv32-ours", shift=float("nan")), "decode mean nan"),
+        (dict(name="dsv32-fa3", cases={}), "dsv32-fa3 has no time"),
+        (dict(name="dsv32-fa3", run=None), "dsv32-fa3: no result"),
+        (
+            dict(name="dsv32-stock", cases={"8 x 4096": dict(error="out of memory")}),
+            "dsv32-stock, 8 x 4096: out of memory",
+        ),
+    ],
+)
+def test_report_fails(change, complaint, tmp_path, capsys):
+    runs = {n: dict(name=n) for n in ("dsv32-ours", "dsv32-stock", "dsv32-fa3")}
+    runs["dsv32-ours"]["median"] = 900.0
+    runs[change["name"]].update(change)
+    wanted = list(runs)
+    write(tmp_path, [result(**r) for r in runs.values() if r.pop("run", 1)])
+    assert sparse_report.report(tmp_path, wanted, list(sparse_check.RUNS)) == 1
+    failed = capsys.readouterr().out.split("FAILED:")[1]
+    assert complaint in failed
+
+
+def test_verdict_names_overlapping_ranges():
+    runs = {
+        name: result(name, median)
+        for name, median in (("glm-ours", 900.0), ("glm-stock", 990.0))
+    }
+    runs["glm-fa3"] = result("glm-fa3", 901.0)
+    lines = dict(sparse_report.verdicts(runs))
+    assert all("ranges overlap" in line and won for line, won in lines.items())
+    assert len(lines) == len(sparse_report.JUDGED)
+
+
+def test_command_line(tmp_path):
+    def run(*options):
+        return subprocess.run(
+            [sys.executable, ROOT / "scripts/sparse_check.py", *options],
+            capture_output=True,
+            text=True,
+        )
+
+    got = run("--only", "dsv32-stock", "--out", str(tmp_path))
+    assert got.returncode == 2 and "pass --stock FILE" in got.stderr
+    got = run("--only", "nothing", "--out", str(tmp_path))
+    assert got.returncode == 2 and "dsv32-ours" in got.stderr
+    got = run("--cases", "9 x 9", "--out", str(tmp_path))
+    assert got.returncode == 2 and "1 x 4096" in got.stderr
+    got = run("--report", "--only", "glm-ours", "--out", str(tmp_path))
+    assert got.returncode == 1 and "glm-ours: no result" in got.stdout

@@ -67,23 +67,23 @@ ROWS = (1, 8, 64, 512)
 MAX_ERROR = 0.004
 """Of the output's norm, against float64: bf16's rounding is 0.0017."""
 TUNE_SPLITS = {1: (8, 16, 32, 64), 8: (8, 16, 32), 64: (2, 4, 8), 512: (1, 2)}
-# (tokens, stages, warps, pair step, token step, blocks per SM, register limit)
+# (tokens, stages, warps, pair step, token step, blocks per SM, registers, lanes, overlap)
 TUNE_TILES = (
-    (64, 2, 4, 64, 16, 2),
-    (64, 1, 4, 64, 16, 4),
-    (64, 1, 4, 64, 16, 3, 168),
-    (64, 3, 4, 64, 16, 1),
-    (64, 2, 4, 64, 32, 2),
-    (64, 2, 8, 64, 16, 2),
-    (64, 2, 8, 64, 16, 2, 128),
-    (32, 2, 2, 64, 16, 4),
-    (32, 3, 2, 64, 16, 3),
-    (32, 3, 4, 64, 16, 3),
-    (32, 3, 4, 64, 16, 3, 168),
-    (128, 1, 4, 64, 16, 2),
-    (128, 1, 8, 64, 16, 2),
-    (128, 1, 8, 64, 16, 2, 128),
-    (128, 2, 8, 64, 16, 1),
+    (64, 2, 4, 64, 16, 2, None, 8, True),
+    (64, 2, 4, 64, 16, 2, None, 8, False),
+    (64, 2, 4, 64, 16, 2, None, 32, True),
+    (64, 2, 4, 64, 16, 2, None, 4, True),
+    (64, 2, 4, 64, 32, 2, None, 8, True),
+    (64, 1, 4, 64, 16, 4, None, 8, True),
+    (64, 1, 4, 64, 16, 3, 168, 8, True),
+    (64, 3, 4, 64, 16, 1, None, 8, True),
+    (64, 2, 8, 64, 16, 2, 128, 8, True),
+    (32, 2, 2, 64, 16, 4, None, 8, True),
+    (32, 3, 2, 64, 16, 3, None, 8, True),
+    (32, 3, 4, 64, 16, 3, 168, 8, True),
+    (128, 1, 4, 64, 16, 2, None, 8, True),
+    (128, 1, 8, 64, 16, 2, 128, 8, True),
+    (128, 2, 8, 64, 16, 1, None, 8, True),
 )
 
 
@@ -208,9 +208,9 @@ def tune(module, options, log) -> None:
         caches = pools(LATENT + rope, FP8, DEVICE)
         for heads in options.heads:
             print(f"\nheads {heads}, rope {rope}: us (splits)")
-            print(f"{'tokens stages warps steps':28}{'error':>8}{columns}")
+            print(f"{'tile':30}{'error':>8}{columns}")
             for values in TUNE_TILES:
-                name = "{} {} {} {}/{}".format(*values) + str(values[6:] or "")
+                name = "{} {} {} {}/{} {} {} {} {}".format(*values)
                 reason = failed[(options.alone, heads, rope, values)]
                 if reason is None:
                     try:
@@ -218,7 +218,7 @@ def tune(module, options, log) -> None:
                     except Exception as error:  # noqa: BLE001 - go on with the next
                         reason = f"{type(error).__name__}: {str(error)[:200]}"
                 if reason is not None:
-                    print(f"{name:28} {reason}", flush=True)
+                    print(f"{name:30} {reason}", flush=True)
                     log(dict(heads=heads, rope=rope, tile=values, failed=reason))
         del caches
 
@@ -227,7 +227,7 @@ def tune_tile(module, values, heads, rope, caches, name, log) -> None:
     """Check and time one variant; print its line of the table."""
     tile = module.Tile(8 if heads <= 8 else 16, *values)
     error = checked(module, tile, heads, rope, caches[0])
-    line = f"{name:28}{error:8.4f}"
+    line = f"{name:30}{error:8.4f}"
     if not error < MAX_ERROR:
         line += "  WRONG"
     for rows in ROWS:

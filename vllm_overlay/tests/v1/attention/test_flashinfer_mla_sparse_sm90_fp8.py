@@ -519,7 +519,8 @@ def test_compiles_for_hopper(heads, rope, real_kernels):
         pytest.skip("vLLM has disabled Triton on this host")
     constants = dict(
         HB=tile.heads, ROPE_PAIRS=rope // 2, BN=tile.tokens, NS=tile.stages,
-        NW=tile.warps, DS=tile.pair_step, TS=tile.token_step, SPLIT=True,
+        NW=tile.warps, DS=tile.pair_step, TS=tile.token_step, LANES=tile.lanes,
+        OVERLAP=tile.overlap, SPLIT=True,
     )  # fmt: skip
     types = {name: "*i32" for name in ("q_nope", "q_pe", "slots", "lens", "out")}
     types |= {name: "*fp32" for name in ("lse", "part", "part_lse")}

@@ -162,9 +162,13 @@ def _decode_kernel(
     NW: gl.constexpr,  # warps
     DS: gl.constexpr,  # words of a tile's row that a step of Q K^T converts
     TS: gl.constexpr,  # tokens that a step of P V converts
+    LANES: gl.constexpr,  # threads that copy a stretch of a row together
+    OVERLAP: gl.constexpr,  # launched before the kernel in front has ended
     SPLIT: gl.constexpr,
 ):
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    copy: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [NW, 1], [1, 0]
+    )
     copy_pe: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
     a: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -173,6 +177,10 @@ def _decode_kernel(
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
     AHEAD: gl.constexpr = NS - 1 if NS > 1 else 1  # tiles that are under way
 
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            _WAIT_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     if SPLIT:
         # The merge may get ready; it waits for this grid's end before it reads.
         gl.inline_asm_elementwise(
@@ -327,12 +335,17 @@ def _merge_kernel(
     has_lse,
     MAX: gl.constexpr,  # splits of the tile
     PAIRS: gl.constexpr,  # pairs that a block merges
+    OVERLAP: gl.constexpr,
 ):
     """Merge the partials of one row and head; the grid's second axis cuts the pairs."""
     tile: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     gl.inline_asm_elementwise(
         _WAIT_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            _LAUNCH_DEPENDENTS_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     row = gl.program_id(0) // heads
     head = gl.program_id(0) % heads
     row64 = row.to(gl.int64)
@@ -378,6 +391,11 @@ class Tile:
     """Blocks that run at once on an SM, by shared memory and registers."""
     registers: int | None = None
     """Registers of a thread at most, or None to leave it to the compiler."""
+    lanes: int = 8
+    """Threads that copy a stretch of 16 bytes each of one token's row: 4 to 32. Few
+    mean that a thread looks up few slots."""
+    overlap: bool = True
+    """Launch the kernel while the one in front of it ends; it waits before it reads."""
 
 
 def choose_tile(heads: int) -> Tile:
@@ -621,9 +639,12 @@ class SparseFp8Decode:
             NW=tile.warps,
             DS=tile.pair_step,
             TS=tile.token_step,
+            LANES=tile.lanes,
+            OVERLAP=tile.overlap,
             SPLIT=splits > 1,
             num_warps=tile.warps,
             maxnreg=tile.registers,
+            launch_pdl=tile.overlap,
         )
         if splits > 1:
             _merge_kernel[(rows * heads, 4)](
@@ -640,6 +661,7 @@ class SparseFp8Decode:
                 has_lse,
                 MAX=MAX_SPLITS,
                 PAIRS=64,
+                OVERLAP=tile.overlap,
                 num_warps=4,
                 launch_pdl=True,
             )

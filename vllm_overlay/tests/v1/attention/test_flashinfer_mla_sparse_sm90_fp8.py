@@ -312,16 +312,18 @@ class Case:
 
     def run(self, rows=None, max_rows=None, lse=True, **options):
         """Output and LSE of the rows in the order ``rows``."""
-        index = torch.arange(len(self.lens)) if rows is None else torch.tensor(rows)
-        index = index.to(DEVICE)
+        # Without ``rows`` views of wider tensors, whose strides are arguments.
+        index = slice(None) if rows is None else torch.tensor(rows, device=DEVICE)
+        n = len(self.lens[index])
         decoder = module.SparseFp8Decode(
-            max_rows or len(index), self.heads, self.rope, self.width, DEVICE, **options
+            max_rows or n, self.heads, self.rope, self.width, DEVICE, **options
         )
         decoder._part.fill_(math.nan)
         decoder._part_lse.fill_(math.nan)
-        out = torch.full((len(index), self.heads, LATENT), math.nan, device=DEVICE)
-        out = out.bfloat16()
-        value = torch.full((len(index), self.heads), math.nan, device=DEVICE)
+        self.decoder = decoder
+        out = torch.full((n, self.heads + 1, LATENT + 2), math.nan, device=DEVICE)
+        out = out.bfloat16()[:, :-1, :LATENT]
+        value = torch.full((n, self.heads + 1), math.nan, device=DEVICE)[:, :-1]
         decoder.decode(
             self.q_nope[index],
             self.q_pe[index] if self.rope else None,
@@ -428,7 +430,8 @@ def test_permuted_rows_give_permuted_bits(splits):
     order = [3, 1, 5, 0, 4, 2]
     out, lse = case.run(splits=splits)
     again, again_lse = case.run(rows=order, splits=splits)
-    assert torch.equal(again.view(torch.int16), out[order].view(torch.int16))
+    bits, again_bits = out[order].view(torch.int16), again.view(torch.int16)
+    assert torch.equal(again_bits, bits)
     assert torch.equal(again_lse.view(torch.int32), lse[order].view(torch.int32))
 
 
@@ -447,6 +450,8 @@ def test_without_lse(splits):
     same, untouched = case.run(splits=splits, lse=False)
     assert torch.equal(same, out)
     assert untouched.isnan().all()
+    if splits == 1:
+        assert case.decoder._part_lse.isnan().all()
 
 
 def test_no_rows():
@@ -565,7 +570,7 @@ def test_graph_replays_with_other_lengths_and_slots(splits):
     case = Case([width, 5, 64], width, 8, ROPE)
     decoder = module.SparseFp8Decode(3, 8, ROPE, width, DEVICE, splits=splits)
     decoder.warm_up()
-    out = torch.empty_like(case.q_nope)
+    out = torch.empty(3, 8, LATENT, dtype=torch.bfloat16, device=DEVICE)
     lse = torch.empty(3, 8, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

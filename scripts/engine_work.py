@@ -187,7 +187,7 @@ class OracleDrafts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.speculator.propose
+        self.speculator.propose = self.original
 
     def tokens_per_verify(self) -> float:
         """Return the mean of accepted drafts + 1."""

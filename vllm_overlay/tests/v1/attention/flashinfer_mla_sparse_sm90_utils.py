@@ -20,7 +20,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
     MERGE_FIELDS,
     PLAN_INFO_FIELDS,
-    TILE_TOKENS,
     WORK_FIELDS,
     Geometry,
     Merge,
@@ -30,6 +29,7 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
     ceil_div,
     row_kv_lengths,
 )
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 LATENT = 512
 CAPACITY = 16384
@@ -221,7 +221,7 @@ def common_metadata(query_lens, seq_lens, padded_tokens=0, block_size=64, device
     seq = torch.tensor(seq_lens, dtype=torch.int32)
     blocks = max([ceil_div(n, block_size) for n in seq_lens] + [1])
     requests = len(query_lens)
-    table = 1 + torch.arange(requests * blocks, dtype=torch.int32).view(requests, -1)
+    table = 1 + torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
     tokens = int(starts[-1]) + padded_tokens
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
@@ -242,7 +242,7 @@ def select(cam, rows, width, topk, kpool, generator):
 
     Valid entries are spread over the row, as conversion has to pack them.
     """
-    starts, seq = cam.query_start_loc_cpu.tolist(), cam.seq_lens.tolist()
+    starts, seq = cam.query_start_loc.tolist(), cam.seq_lens.tolist()
     lengths = row_kv_lengths(starts, seq, rows, topk, kpool, width)
     chosen = torch.full((rows, width), -1, dtype=torch.int32)
     for request, seq_len in enumerate(seq):
@@ -255,24 +255,136 @@ def select(cam, rows, width, topk, kpool, generator):
     return chosen, lengths
 
 
-def reference(q, rows_cache, chosen, cam, sm_scale, block_stride_rows, block_size=64):
-    """float64 attention of each row over its selected tokens, and the base-2 LSE."""
-    starts = cam.query_start_loc_cpu.tolist()
-    table = cam.block_table_tensor.cpu()
-    out = torch.zeros(*q.shape[:2], LATENT, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+def reference(q, slots_cache, chosen, cam, sm_scale, block_stride_rows, block_size=64):
+    """float64 attention over each row's selected tokens, and the base-2 LSE.
+
+    Args:
+        q: ``[rows, heads, 512 + rope]``.
+        slots_cache: All slots, dequantised, ``[slots, 512 + rope]``.
+        chosen: Token positions ``[rows, width]``, -1 where nothing is selected.
+        cam: The batch; its device lengths count.
+        sm_scale: Softmax scale.
+        block_stride_rows: Rows from one block to the next.
+        block_size: Rows of a block.
+    """
+    starts = cam.query_start_loc.tolist()
+    out = q.new_zeros(*q.shape[:2], LATENT, dtype=torch.float64)
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float64)
     for request in range(len(starts) - 1):
         for row in range(starts[request], min(starts[request + 1], q.shape[0])):
             tokens = chosen[row][chosen[row] >= 0].long()
             if not len(tokens):
                 continue
-            blocks = table[request, tokens // block_size].long()
-            keys = rows_cache[blocks * block_stride_rows + tokens % block_size].double()
+            blocks = cam.block_table_tensor[request, tokens // block_size].long()
+            slots = blocks * block_stride_rows + tokens % block_size
+            keys = slots_cache[slots].double()
             scores = q[row].double() @ keys.T * sm_scale
             lse[row] = torch.logsumexp(scores, -1) / math.log(2)
             out[row] = torch.softmax(scores, -1) @ keys[:, :LATENT]
     return out, lse
 
 
-def tiles(length):
-    return ceil_div(length, TILE_TOKENS)
+def make_builder(
+    module,
+    device,
+    heads,
+    rope,
+    *,
+    fp8=False,
+    max_tokens=64,
+    topk=128,
+    kpool=None,
+    width=256,
+    speculative=None,
+    use_mha=False,
+    k_scale=1.0,
+    return_lse=False,
+):
+    """The module's real builder on vLLM's real parents: ``(builder, layer)``.
+
+    Works for upstream's file of the same name as well. ``layer.impl`` is the module's
+    impl without the parts that need a model.
+    """
+    impl = object.__new__(module.FlashInferMLASparseSM90Impl)
+    impl.num_heads = heads
+    impl.head_size = LATENT + rope
+    impl.scale = (128 + rope) ** -0.5
+    impl.kv_lora_rank = LATENT
+    impl.qk_rope_head_dim = rope
+    impl.kv_cache_dtype = "fp8_e4m3" if fp8 else "auto"
+    impl.use_fp8_kv_cache = fp8
+    impl.need_to_return_lse_for_decode = return_lse
+    impl.topk_indices_buffer = torch.full(
+        (max_tokens, width), -1, dtype=torch.int32, device=device
+    )
+    layer = SimpleNamespace(
+        impl=impl,
+        prefill_backend=None,
+        _use_sparse_mha=lambda metadata: use_mha,
+        _k_scale_float=k_scale,
+    )
+    hf = SimpleNamespace(
+        index_topk=topk,
+        q_lora_rank=None,
+        kv_lora_rank=LATENT,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=rope,
+        v_head_dim=128,
+    )
+    if kpool is not None:
+        hf.index_kpool = kpool
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=hf,
+            get_num_attention_heads=lambda parallel: heads,
+            max_model_len=8192,
+            dtype=torch.bfloat16,
+            model_arch_config=SimpleNamespace(total_num_attention_heads=heads),
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=max_tokens, max_num_seqs=16, async_scheduling=True
+        ),
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            tensor_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+        ),
+        cache_config=SimpleNamespace(block_size=64, cache_dtype=impl.kv_cache_dtype),
+        attention_config=SimpleNamespace(
+            hisparse_config=None, sparse_mla_force_mqa=False
+        ),
+        compilation_config=SimpleNamespace(static_forward_context={"attn": layer}),
+        speculative_config=speculative,
+    )
+    spec = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        head_size=LATENT + rope,
+        dtype=torch.uint8 if fp8 else torch.bfloat16,
+    )
+    return module.FlashInferMLASparseSM90Builder(spec, ["attn"], config, device), layer
+
+
+def make_cache(cam, chosen, rope, fp8, generator, stride=1):
+    """A poisoned pool with values only where a row selects; all on one device.
+
+    Returns:
+        The layer's cache ``[blocks, 64, 512 + rope]`` whose blocks lie ``stride``
+        blocks apart, and all of its slots, dequantised at a scale of 1.
+    """
+    device = chosen.device
+    head = LATENT + rope
+    blocks = int(cam.block_table_tensor.max()) + 2 if cam.num_reqs else 2
+    pool = torch.full((blocks * stride * 64, head), math.nan, device=device)
+    starts = cam.query_start_loc.tolist()
+    for request in range(cam.num_reqs):
+        rows = chosen[starts[request] : starts[request + 1]]
+        tokens = rows[rows >= 0].long().unique()
+        block = cam.block_table_tensor[request, tokens // 64].long()
+        pool[block * stride * 64 + tokens % 64] = torch.randn(
+            len(tokens), head, generator=generator, device=device
+        )
+    pool = pool.to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    stored = pool.view(torch.uint8) if fp8 else pool
+    return stored.view(blocks, stride, 64, head)[:, 0], pool.float()

@@ -67,7 +67,7 @@ ROWS = (1, 8, 64, 512)
 MAX_ERROR = 0.004
 """Of the output's norm, against float64: bf16's rounding is 0.0017."""
 TUNE_SPLITS = {1: (8, 16, 32, 64), 8: (8, 16, 32), 64: (2, 4, 8), 512: (1, 2)}
-# (tokens, stages, warps, pair step, token step, blocks per SM, registers, lanes, overlap)
+# The fields of Tile after the heads.
 TUNE_TILES = (
     (64, 2, 4, 64, 16, 2, None, 8, True),
     (64, 2, 4, 64, 16, 2, None, 8, False),

@@ -146,9 +146,12 @@ class Emulator:
             ampere=types.SimpleNamespace(mma_v2=self.mma, async_copy=self)
         )
         for layout in (
-            "BlockedLayout SliceLayout SwizzledSharedLayout "
-            "NVMMADistributedLayout DotOperandLayout"
-        ).split():
+            "BlockedLayout",
+            "SliceLayout",
+            "SwizzledSharedLayout",
+            "NVMMADistributedLayout",
+            "DotOperandLayout",
+        ):
             setattr(self, layout, lambda *args: None)
 
     constexpr = staticmethod(lambda value: value)

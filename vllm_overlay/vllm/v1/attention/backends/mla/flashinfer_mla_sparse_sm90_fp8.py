@@ -66,7 +66,13 @@ def _unpack(words):
 
 @gluon.jit
 def _stage_query(
-    q, head0, heads, head_stride, HB: gl.constexpr, PAIRS: gl.constexpr, NW: gl.constexpr
+    q,
+    head0,
+    heads,
+    head_stride,
+    HB: gl.constexpr,
+    PAIRS: gl.constexpr,
+    NW: gl.constexpr,
 ):
     """Copy HB heads of a row's query to shared memory, even and odd values apart.
 
@@ -96,7 +102,15 @@ def _stage_query(
 
 
 @gluon.jit
-def _gather(dst, cache, slot, chunks, first: gl.constexpr, pairs: gl.constexpr, layout: gl.constexpr):
+def _gather(
+    dst,
+    cache,
+    slot,
+    chunks,
+    first: gl.constexpr,
+    pairs: gl.constexpr,
+    layout: gl.constexpr,
+):
     """Start copying ``pairs`` words from word ``first`` on of each slot's row."""
     # Rows are a multiple of 16 bytes apart; said this way the copies stay 16 wide.
     at = slot.to(gl.int64) * chunks * 8
@@ -107,7 +121,17 @@ def _gather(dst, cache, slot, chunks, first: gl.constexpr, pairs: gl.constexpr, 
 
 
 @gluon.jit
-def _scores(even_acc, odd_acc, kv, q_even, q_odd, PAIRS: gl.constexpr, STEP: gl.constexpr, a: gl.constexpr, b: gl.constexpr):
+def _scores(
+    even_acc,
+    odd_acc,
+    kv,
+    q_even,
+    q_odd,
+    PAIRS: gl.constexpr,
+    STEP: gl.constexpr,
+    a: gl.constexpr,
+    b: gl.constexpr,
+):
     """Add K Q^T over PAIRS words to the two accumulators, STEP words at a time."""
     for i in gl.static_range(PAIRS // STEP):
         even, odd = _unpack(kv.slice(i * STEP, STEP, dim=1).load(a))
@@ -166,9 +190,7 @@ def _decode_kernel(
     OVERLAP: gl.constexpr,  # launched before the kernel in front has ended
     SPLIT: gl.constexpr,
 ):
-    copy: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // LANES, LANES], [NW, 1], [1, 0]
-    )
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [NW, 1], [1, 0])
     copy_pe: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
     a: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -224,7 +246,13 @@ def _decode_kernel(
                 if ROPE_PAIRS > 0:
                     slot = gl.load(slots + gl.minimum(base + n_pe, last))
                     _gather(
-                        kpe.index(i), cache, slot, chunks, LATENT_PAIRS, ROPE_PAIRS, copy_pe
+                        kpe.index(i),
+                        cache,
+                        slot,
+                        chunks,
+                        LATENT_PAIRS,
+                        ROPE_PAIRS,
+                        copy_pe,
                     )
             gl.nvidia.ampere.async_copy.commit_group()
         # Slots of the next tile to copy are loaded a tile ahead.
@@ -247,7 +275,13 @@ def _decode_kernel(
                     _gather(kv.index(fill), cache, slot, chunks, 0, LATENT_PAIRS, copy)
                     if ROPE_PAIRS > 0:
                         _gather(
-                            kpe.index(fill), cache, slot_pe, chunks, LATENT_PAIRS, ROPE_PAIRS, copy_pe
+                            kpe.index(fill),
+                            cache,
+                            slot_pe,
+                            chunks,
+                            LATENT_PAIRS,
+                            ROPE_PAIRS,
+                            copy_pe,
                         )
                 gl.nvidia.ampere.async_copy.commit_group()
                 base = (tile + AHEAD + 1) * BN
@@ -256,10 +290,20 @@ def _decode_kernel(
 
             s = gl.full([BN, HB], 0.0, gl.float32, mma)
             s_odd = gl.full([BN, HB], 0.0, gl.float32, mma)
-            s, s_odd = _scores(s, s_odd, kv.index(use), q_even, q_odd, LATENT_PAIRS, DS, a, b)
+            s, s_odd = _scores(
+                s, s_odd, kv.index(use), q_even, q_odd, LATENT_PAIRS, DS, a, b
+            )
             if ROPE_PAIRS > 0:
                 s, s_odd = _scores(
-                    s, s_odd, kpe.index(use), r_even, r_odd, ROPE_PAIRS, ROPE_PAIRS, a, b
+                    s,
+                    s_odd,
+                    kpe.index(use),
+                    r_even,
+                    r_odd,
+                    ROPE_PAIRS,
+                    ROPE_PAIRS,
+                    a,
+                    b,
                 )
             token = tile * BN + gl.arange(0, BN, by_row)
             s = gl.where(
@@ -288,7 +332,13 @@ def _decode_kernel(
                     _gather(kv.index(0), cache, slot, chunks, 0, LATENT_PAIRS, copy)
                     if ROPE_PAIRS > 0:
                         _gather(
-                            kpe.index(0), cache, slot_pe, chunks, LATENT_PAIRS, ROPE_PAIRS, copy_pe
+                            kpe.index(0),
+                            cache,
+                            slot_pe,
+                            chunks,
+                            LATENT_PAIRS,
+                            ROPE_PAIRS,
+                            copy_pe,
                         )
                 gl.nvidia.ampere.async_copy.commit_group()
                 base = (tile + 2) * BN
@@ -320,7 +370,21 @@ def _decode_kernel(
         gl.store(at_lse, row_lse, mask=live & (has_lse != 0))
 
 
-@gluon.jit(do_not_specialize=["part", "part_lse", "out", "lse", "heads", "splits", "out_row", "out_head", "lse_row", "lse_head", "has_lse"])
+@gluon.jit(
+    do_not_specialize=[
+        "part",
+        "part_lse",
+        "out",
+        "lse",
+        "heads",
+        "splits",
+        "out_row",
+        "out_head",
+        "lse_row",
+        "lse_head",
+        "has_lse",
+    ]
+)
 def _merge_kernel(
     part,  # fp32 [rows, splits, heads, 2, 256]
     part_lse,  # fp32 [rows, splits, heads]
@@ -353,17 +417,19 @@ def _merge_kernel(
     pair = gl.program_id(1) * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(0, tile))
     at = (row64 * splits + split) * heads + head
     piece = gl.load(part_lse + at, mask=split < splits, other=float("-inf"))
+    # Partials are loaded while their weights are still unknown. Those of a split
+    # without slots were not written: whatever they hold is dropped afterwards.
+    even_at = part + at[:, None] * 512 + pair[None, :]
+    live = (split < splits)[:, None] & (pair >= 0)[None, :]
+    even = gl.load(even_at, mask=live, other=0.0)
+    odd = gl.load(even_at + 256, mask=live, other=0.0)
     top = gl.max(piece, axis=0)
-    # A row without slots has LSE -inf everywhere, and its partials were not written.
     weight = gl.where(piece == float("-inf"), 0.0, gl.exp2(piece - top))
     mass = gl.sum(weight, axis=0)
     norm = gl.where(mass == 0, 0.0, 1.0 / mass)
-    live = (weight > 0)[:, None] & (pair >= 0)[None, :]
-    even_at = part + at[:, None] * 512 + pair[None, :]
-    even = gl.load(even_at, mask=live, other=0.0)
-    odd = gl.load(even_at + 256, mask=live, other=0.0)
-    even = gl.sum(even * weight[:, None], axis=0) * norm
-    odd = gl.sum(odd * weight[:, None], axis=0) * norm
+    used = weight[:, None] > 0
+    even = gl.sum(gl.where(used, even * weight[:, None], 0.0), axis=0) * norm
+    odd = gl.sum(gl.where(used, odd * weight[:, None], 0.0), axis=0) * norm
     low = even.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     high = odd.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) << 16
     gl.store(out + row64 * out_row + head * out_head + pair, low | high)

@@ -46,14 +46,16 @@ class DecodeTile:
     Attributes:
         rows_per_cta: Query rows of one thread block (16, 32, 48 or 64).
         cluster: Thread blocks that share one KV stream (1 or 2).
-        kv_stages: Shared-memory stages of ``TILE_TOKENS`` tokens.
+        kv_stages: Shared-memory stages of ``TILE_TOKENS`` tokens' latents.
+        rope_stages: Stages of their rope parts, which only Q K^T reads.
         p_stages: Buffers for the probabilities of one tile; an even number.
 
     """
 
     rows_per_cta: int
     cluster: int
-    kv_stages: int = 5
+    kv_stages: int = 6
+    rope_stages: int = 4
     p_stages: int = 4
 
     @property
@@ -94,11 +96,12 @@ class DecodeTile:
     @property
     def shared_memory_bytes(self) -> int:
         """Upper bound of the dynamic shared memory that the kernel asks for."""
-        kv = self.kv_stages * self.kv_stage_bytes
+        kv = TILE_TOKENS * (self.kv_stages * LATENT + self.rope_stages * ROPE)
         p = self.p_stages * self.rows_per_cta * TILE_TOKENS
         row_state = (self.p_stages + 1) * 64 * 4 + self.p_stages * 16
-        barriers = 8 * (2 * self.kv_stages + 2 * self.p_stages + 2)
-        return kv + p + row_state + barriers + 4 * 1024  # alignment of the parts
+        barriers = 8 * (2 * self.kv_stages + self.rope_stages + 2 * self.p_units + 2)
+        # P, latents and rope parts are multiples of their alignment, 1 KiB.
+        return -(-(row_state + barriers) // 1024) * 1024 + p + kv
 
     def __post_init__(self) -> None:
         if self.rows_per_cta not in _OUTPUT_REGISTERS:

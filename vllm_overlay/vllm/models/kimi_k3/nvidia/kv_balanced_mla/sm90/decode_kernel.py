@@ -16,13 +16,14 @@ to the partial slots that the combine kernel merges.
 
 Roles (512 threads): warp 0 producer, warps 4-7 softmax, warps 8-11 and 12-15 output.
 
-    barrier   arrivals            from -> to
-    full      1 + bytes           TMA -> softmax, output (one a KV stage)
-    empty     12 x cluster        softmax, output warps of both blocks -> producer
-    p_full    4                   softmax warps -> output (one a unit's P)
-    p_empty   8                   output warps -> softmax
-    l_full    4                   softmax warps -> output: 1 / row sum, a segment
-    l_empty   8                   output warps -> softmax
+    barrier     arrivals          from -> to
+    full        1 + bytes         TMA -> softmax, output (one a latent stage)
+    empty       12 x cluster      softmax, output warps of both blocks -> producer
+    rope_empty  4 x cluster       softmax warps of both blocks -> producer
+    p_full      4                 softmax warps -> output (one a unit's P)
+    p_empty     8                 output warps -> softmax
+    l_full      4                 softmax warps -> output: 1 / row sum, a segment
+    l_empty     8                 output warps -> softmax
 
 A row that sees nothing gets output 0 and LSE -inf; a request of length 0 is visited by
 one group, which writes that.
@@ -122,6 +123,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         """Launch. Pointers are device addresses; see ``core.KvBalancedMla.decode``."""
         tile = self.tile
         stages, cluster = tile.kv_stages, tile.cluster
+        rope_stages = tile.rope_stages
         block_stride = cute.assume(block_stride, divby=16)
         mK = cute.make_tensor(
             cache,
@@ -142,7 +144,9 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         wide = warpgroup.make_smem_layout_atom(kinds.K_SW128, FP8)
         narrow = warpgroup.make_smem_layout_atom(kinds.K_SW64, FP8)
         k_layout = cute.tile_to_shape(wide, (TILE_TOKENS, LATENT, stages), (0, 1, 2))
-        kr_layout = cute.tile_to_shape(narrow, (TILE_TOKENS, ROPE, stages), (0, 1, 2))
+        kr_layout = cute.tile_to_shape(
+            narrow, (TILE_TOKENS, ROPE, rope_stages), (0, 1, 2)
+        )
         p_layout = cute.tile_to_shape(
             narrow, (tile.rows_per_cta, TILE_TOKENS, tile.p_stages), (0, 1, 2)
         )
@@ -168,7 +172,8 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         @cute.struct
         class SharedStorage:
             full: cute.struct.MemRange[Int64, stages]
-            empty: cute.struct.MemRange[Int64, stages]
+            # The latents' stages, then the rope parts'.
+            empty: cute.struct.MemRange[Int64, stages + rope_stages]
             p_full: cute.struct.MemRange[Int64, tile.p_units]
             p_empty: cute.struct.MemRange[Int64, tile.p_units]
             l_full: cute.struct.MemRange[Int64, 1]
@@ -270,6 +275,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         ctx = SharedMemory(
             full=storage.full.data_ptr(),
             empty=storage.empty.data_ptr(),
+            rope_empty=storage.empty.data_ptr() + tile.kv_stages,
             p_full=storage.p_full.data_ptr(),
             p_empty=storage.p_empty.data_ptr(),
             l_full=storage.l_full.data_ptr(),
@@ -295,6 +301,10 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             for i in cutlass.range_constexpr(tile.kv_stages):
                 cute.arch.mbarrier_init(ctx.full + i, 1)
                 cute.arch.mbarrier_init(ctx.empty + i, consumers)
+            for i in cutlass.range_constexpr(tile.rope_stages):
+                cute.arch.mbarrier_init(
+                    ctx.rope_empty + i, SOFTMAX_WARPS * tile.cluster
+                )
             for i in cutlass.range_constexpr(tile.p_units):
                 cute.arch.mbarrier_init(ctx.p_full + i, SOFTMAX_WARPS)
                 cute.arch.mbarrier_init(ctx.p_empty + i, OUTPUT_WARPS)

@@ -45,6 +45,8 @@ class ProducerRole(Role):
         lane = cute.arch.lane_idx()
         stage = Int32(0)
         phase = Int32(1)
+        rope = Int32(0)
+        rope_phase = Int32(1)
         policy = cutlass.Int64(EVICT_FIRST)
         begin = seg[1]
         for request in cutlass.range(seg[0], seg[2], unroll=1):
@@ -68,6 +70,7 @@ class ProducerRole(Role):
                     tile_page = cute.arch.shuffle_sync(page, source)
                     tile_slot = cute.arch.shuffle_sync(slot, source)
                     cute.arch.mbarrier_wait(ctx.empty + stage, phase)
+                    cute.arch.mbarrier_wait(ctx.rope_empty + rope, rope_phase)
                     full = ctx.full + stage
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(
@@ -86,7 +89,7 @@ class ProducerRole(Role):
                         cute.copy(
                             atom_r,
                             src_r[(None, tile_slot, tile_page)],
-                            dst_r[(None, stage)],
+                            dst_r[(None, rope)],
                             tma_bar_ptr=full,
                             mcast_mask=mask,
                             cache_policy=policy,
@@ -102,10 +105,13 @@ class ProducerRole(Role):
                         cute.copy(
                             atom_r,
                             src_r[(None, tile_slot, tile_page)],
-                            dst_r[(None, stage)],
+                            dst_r[(None, rope)],
                             tma_bar_ptr=full,
                             cache_policy=policy,
                         )
                     stage, phase = self.advance(stage, phase, self.tile.kv_stages)
+                    rope, rope_phase = self.advance(
+                        rope, rope_phase, self.tile.rope_stages
+                    )
                 page = next_page
                 slot = next_slot

@@ -10,7 +10,8 @@ s shared, t register):
                 request visited, request and unit of the end boundary, lengths on this
                 rank, lengths over all ranks, (DCP world, rank, interleave), group,
                 (heads, query tokens, rows)
-    stage       KV stage of one 64-token tile; ``phase`` its barrier's phase bit
+    stage       latent stage of one 64-token tile, in the softmax role (latent stage,
+                rope stage); ``phase`` the latent barrier's phase bit
     p_unit      buffer of one unit's P; ``p_phase`` likewise
     ring        (stage, phase, p_unit, p_phase)
     tS          scores of one tile, 32 fp32 a thread: column pair, row, group of 8
@@ -37,6 +38,7 @@ class SharedMemory:
 
     full: Any
     empty: Any
+    rope_empty: Any
     p_full: Any
     p_empty: Any
     l_full: Any

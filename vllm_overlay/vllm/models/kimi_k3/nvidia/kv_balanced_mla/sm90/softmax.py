@@ -56,7 +56,7 @@ class SoftmaxRole(SoftmaxTile):
         for i in cutlass.range_constexpr(UNIT_TILES):
             tS, tNext = frags[i % 2], frags[(i + 1) % 2]
             done = stage
-            stage, phase = self.advance(stage, phase, self.tile.kv_stages)
+            stage, phase = self.advance_tile(stage, phase)
             if const_expr(i + 1 < UNIT_TILES):
                 stage, phase, flag, p_unit, p_phase = self.overlapped_tile(
                     ctx,
@@ -111,7 +111,7 @@ class SoftmaxRole(SoftmaxTile):
                     )
                 else:
                     warpgroup.wait_group(0)
-                    self.release_kv(ctx, done)
+                    self.release_tile(ctx, done)
                     flag, p_unit, p_phase = self.softmax_tile(
                         ctx,
                         tS,
@@ -127,7 +127,7 @@ class SoftmaxRole(SoftmaxTile):
                     )
             else:
                 warpgroup.wait_group(0)
-                self.release_kv(ctx, done)
+                self.release_tile(ctx, done)
                 flag, p_unit, p_phase = self.softmax_tile(
                     ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i, None
                 )
@@ -154,10 +154,10 @@ class SoftmaxRole(SoftmaxTile):
     ):
         """Softmax of ``tS`` (KV stage ``done``) while the next tile's scores run."""
         stage, phase, p_unit, p_phase = ring
-        cute.arch.mbarrier_wait(ctx.full + stage, phase)
+        cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
         self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[0])
         warpgroup.wait_group(1)
-        self.release_kv(ctx, done)
+        self.release_tile(ctx, done)
 
         def issue(group):
             self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[group])
@@ -191,11 +191,11 @@ class SoftmaxRole(SoftmaxTile):
         """One unit, tile by tile, with or without masked keys."""
         flag = Int32(0)
         for i in cutlass.range_constexpr(UNIT_TILES):
-            cute.arch.mbarrier_wait(ctx.full + stage, phase)
+            cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
             self.issue_qk(ctx, qk, tS, tQ, tK, tKr, stage, 0, K_STEPS)
             warpgroup.wait_group(0)
-            self.release_kv(ctx, stage)
-            stage, phase = self.advance(stage, phase, self.tile.kv_stages)
+            self.release_tile(ctx, stage)
+            stage, phase = self.advance_tile(stage, phase)
             if const_expr(masked):
                 flag, p_unit, p_phase = self.masked_tile(
                     ctx,
@@ -280,7 +280,7 @@ class SoftmaxRole(SoftmaxTile):
         local_row = warp * 16 + lane // 4
         row0 = row_base + local_row
         row1 = row0 + 8
-        stage = Int32(0)
+        stage = (Int32(0), Int32(0))
         phase = Int32(0)
         p_unit = Int32(0)
         p_phase = Int32(1)
@@ -317,7 +317,7 @@ class SoftmaxRole(SoftmaxTile):
                 if unit < free_end:
                     if const_expr(self.tile.interleaved):
                         left = cutlass.min(free_end - unit, GROUP_UNITS)
-                        cute.arch.mbarrier_wait(ctx.full + stage, phase)
+                        cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
                         self.issue_qk(ctx, qk, tA, tQ, tK, tKr, stage, 0, K_STEPS)
                         stage, phase, p_unit, p_phase = self.fast_units(
                             ctx,

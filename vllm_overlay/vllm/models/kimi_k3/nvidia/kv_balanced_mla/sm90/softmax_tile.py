@@ -65,16 +65,40 @@ class SoftmaxTile(Role):
         for k in cutlass.range_constexpr(first, last):
             mma = qk[0] if const_expr(k == 0) else qk[1]
             if const_expr(k < LATENT_K_STEPS):
-                cute.gemm(mma, tS, tQ[None, None, k], tK[None, None, k, stage], tS)
+                cute.gemm(mma, tS, tQ[None, None, k], tK[None, None, k, stage[0]], tS)
             else:
                 cute.gemm(
                     mma,
                     tS,
                     tQ[None, None, k],
-                    tKr[None, None, k - LATENT_K_STEPS, stage],
+                    tKr[None, None, k - LATENT_K_STEPS, stage[1]],
                     tS,
                 )
         warpgroup.commit_group()
+
+    @cute.jit
+    def advance_tile(self, stage, phase):
+        """Next (latent stage, rope stage) and the latent ring's phase bit."""
+        latent, phase = self.advance(stage[0], phase, self.tile.kv_stages)
+        rope = stage[1] + 1
+        if rope == self.tile.rope_stages:
+            rope = Int32(0)
+        return (latent, rope), phase
+
+    @cute.jit
+    def release_tile(self, ctx: cutlass.Constexpr, stage):
+        """Q K^T of a tile is done: its rope stage, and the latent by this role's part."""
+        cute.arch.sync_warp()
+        lane = cute.arch.lane_idx()
+        cluster = self.tile.cluster
+        # ``rope_empty`` lies right behind ``empty``; arithmetic instead of a branch.
+        to_rope = self.tile.kv_stages + stage[1] - stage[0]
+        barrier = ctx.empty + (stage[0] + lane // cluster * to_rope)
+        if lane < 2 * cluster:
+            if const_expr(cluster == 1):
+                cute.arch.mbarrier_arrive(barrier)
+            else:
+                cute.arch.mbarrier_arrive(barrier, lane % cluster)
 
     @cute.jit
     def load_q(self, mQ: cute.Pointer, tQ, row0, row1, lane):

@@ -276,9 +276,14 @@ def failures(name: str, run: dict, min_accepted: float) -> list[str]:
         for p in run.get("plans", [])
         if p["reused"] != p["planned"] * (p["layers"] - 1)
     ]
+    options = RUNS[name]
+    ours_eager = options.get("attention_backend") == OURS and "enforce_eager" in options
+    # Graph replays run no Python, so only eager runs must have counted.
+    if ours_eager and not any(p["planned"] for p in run.get("plans", [])):
+        bad.append(f"{name}: no plan was counted, so no decode ran on this backend")
     if run.get("workspace", {}).get("locked") and run["workspace_moved"]:
         bad.append(f"{name}: a workspace was allocated after they were locked")
-    graphs = not RUNS[name].get("enforce_eager")
+    graphs = "enforce_eager" not in options
     if graphs and not run.get("workspace", {}).get("locked", True):
         bad.append(f"{name}: the workspaces were never locked")
     bad += [

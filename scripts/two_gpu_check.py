@@ -242,8 +242,15 @@ def pairs(runs: dict[str, dict]) -> list[tuple[str, str]]:
 
 
 def plan_faults(name: str, run: dict) -> list[str]:
-    """Return which ranks of a run planned more than once a forward."""
-    return [
+    """Return which ranks of a run planned more than once a forward, or never."""
+    eager = not RUNS[name]["graph"]
+    idle = [
+        f"{name} rank {rank}: no plan was counted, so no decode ran on this backend"
+        for rank, plans in enumerate(run["ranks"])
+        # Graph replays run no Python.
+        if eager and not any(p["planned"] for p in plans)
+    ]
+    return idle + [
         f"{name} rank {rank}: {p['planned']} plans, {p['reused']} uses of one again, "
         f"{p['layers']} layers"
         for rank, plans in enumerate(run["ranks"])

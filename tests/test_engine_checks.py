@@ -334,10 +334,15 @@ def test_each_promise_of_a_run_is_held(change, complaint):
     assert complaint in text
 
 
+def test_an_eager_run_that_never_planned_fails():
+    (text,) = engine_check.failures("ours-eager", dict(good_run(), plans=[]), 2.0)
+    assert "no plan was counted" in text
+
+
 def test_every_run_with_drafts_is_held_to_a_run_without():
     for name, run in engine_check.RUNS.items():
         if "spec" in run:
-            reference = engine_check.RUNS[engine_check.reference_of(name)]
+            reference = engine_check.RUNS[str(engine_check.reference_of(name))]
             assert "spec" not in reference and reference["enforce_eager"]
             assert bool(reference.get("k3_kda")) == bool(run.get("k3_kda"))
 
@@ -356,7 +361,9 @@ def test_engine_check_report_fails_on_a_changed_token(tmp_path):
 
 
 def two_gpu_run(name, forced, greedy, planned=2):
-    plans = [dict(slot=0, heads=6, max_q=1, planned=planned, reused=2, layers=2)]
+    plans = [
+        dict(slot=0, heads=6, max_q=1, planned=planned, reused=planned and 2, layers=2)
+    ]
     return dict(
         run=name, start_seconds=1, forced=forced, greedy=greedy,
         greedy_best=A["greedy_best"], ranks=[plans, plans],
@@ -370,6 +377,7 @@ def two_gpu_run(name, forced, greedy, planned=2):
         (two_gpu_run("dcp2-i1", [[[-1.0], [-3.0]]], A["greedy"]), 1),
         (two_gpu_run("dcp2-i1", [[[-1.0], [-2.1]]], [[5, 6, 7], [8, 2, 4]]), 1),
         (two_gpu_run("dcp2-i1", [[[-1.0], [-2.1]]], A["greedy"], planned=4), 1),
+        (two_gpu_run("dcp2-i1", [[[-1.0], [-2.1]]], A["greedy"], planned=0), 1),
     ],
 )
 def test_two_gpu_report_holds_ranks_to_one_gpu(tmp_path, run, code):

@@ -449,27 +449,32 @@ def test_target_draft_target_on_two_lanes():
 
 
 def test_other_lengths_and_kernels_in_one_lane_plan_again():
-    """Target, draft, target on the same lane and forward: three plans."""
+    """Target, draft, target on one lane and in one forward; each step plans anew.
+
+    One thing differs from a step to the next: the lengths' buffer, then the mask, then
+    the query length, with the same buffer.
+    """
     with promises.machine():
         config = promises.make_config(speculative=7, max_num_seqs=SLOTS)
         (impl,) = layers_of(config, 1)
-        servers = [
+        first, second, draft, single = (
             Server(SLOTS, LONGEST, 8, HEADS, seed=1),
+            Server(SLOTS, LONGEST, 8, HEADS, seed=2),
             Server(SLOTS, LONGEST, 8, HEADS, causal=False, seed=2),
-            Server(SLOTS, LONGEST, 1, HEADS, seed=3),
-            Server(SLOTS, LONGEST, 8, HEADS, seed=1),
-        ]
+            Server(SLOTS, LONGEST, 1, HEADS, seed=2),
+        )
+        draft.seq_lens = single.seq_lens = second.seq_lens
+        lengths_of = {id(first): first.set([LONGEST, 130, 9], stale=False)}
+        for server in (second, draft, single):
+            lengths_of[id(server)] = server.set([70, LONGEST // 2], stale=False)
+        servers = [first, second, draft, single, first]
+        steps = [server.metadata(config, HEADS) for server in servers]
         plans = impl.decode._buffers()[0].plan
-        steps = []
-        for number, server in enumerate(servers):
-            lengths = server.set([LONGEST >> number, 130, 9], stale=False)
-            steps.append((server, lengths, server.metadata(config, HEADS)))
+        layer = utils.make_layer()
         with utils.forward(config):
-            for number, (server, lengths, metadata) in enumerate(steps, 1):
-                out, _ = impl.forward_mqa(
-                    server.q, server.cache, metadata, utils.make_layer()
-                )
-                server.check(out, lengths, impl.scale)
+            for number, (server, metadata) in enumerate(zip(servers, steps), 1):
+                out, _ = impl.forward_mqa(server.q, server.cache, metadata, layer)
+                server.check(out, lengths_of[id(server)], impl.scale)
                 assert plans.planned == number
 
 
@@ -493,6 +498,9 @@ def test_two_ubatches_keep_their_plans():
                             server.q, server.cache, steps[ubatch], utils.make_layer()
                         )
         for ubatch, server in enumerate(servers):
+            with decode_module._in_ubatch(ubatch):
+                plan = layers[0].decode._buffers()[0].plan
+            assert (plan.planned, plan.reused) == (1, 1)
             assert torch.equal(outs[ubatch, 0], outs[ubatch, 1])
             server.check(outs[ubatch, 0], lengths[ubatch], layers[0].scale)
 

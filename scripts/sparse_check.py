@@ -31,8 +31,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import engine_work  # noqa: E402
 import sparse_models  # noqa: E402
 import sparse_report  # noqa: E402
+from engine_jobs import child_command, environment, error_lines, say  # noqa: E402
 
 FA3 = "FLASH_ATTN_MLA_SPARSE"
 UPSTREAM_TOML = Path(__file__).resolve().parents[1] / "UPSTREAM.toml"
@@ -49,12 +51,6 @@ CASES: dict[str, dict[str, Any]] = {
     "8 x 1000": dict(requests=8, context=1000),
     "64 x 2304, leaving": dict(requests=64, context=2304, leaving=True),
 }
-START = time.time()
-
-
-def say(text: str) -> None:
-    """Print a line with the seconds since the start."""
-    print(f"[{time.time() - START:6.1f} s] {text}", flush=True)
 
 
 def all_runs() -> dict[str, dict[str, Any]]:
@@ -146,46 +142,21 @@ def install(name: str, args: argparse.Namespace) -> dict[str, str]:
     return dict(file=str(path), sha256=digest)
 
 
-def tokens_of(seed: int, count: int) -> dict[str, list[int]]:
-    """Return a prompt of `count` random tokens."""
+def random_prompt(seed: int, tokens: int) -> list[int]:
+    """Return a prompt of random token ids: the same in every engine."""
     rng = random.Random(seed)
-    vocab = sparse_models.VOCAB
-    return {"prompt_token_ids": [rng.randrange(4, vocab) for _ in range(count)]}
-
-
-def trace(index: int, tokens: int) -> list[int]:
-    """Return the tokens that prompt `index` is made to generate."""
-    return tokens_of(5000 + index, tokens)["prompt_token_ids"]
+    return [rng.randrange(4, sparse_models.VOCAB) for _ in range(tokens)]
 
 
 def check_tokens(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Generate for the prompts, forced and greedily; add both to `result`."""
-    from vllm import SamplingParams
-
-    # The tokens whose log-probabilities are compared at each step.
-    ids = sorted(random.Random(3).sample(range(4, sparse_models.VOCAB), 100))
-    requests = [tokens_of(i, n) for i, n in enumerate(PROMPT_TOKENS)]
-    plain: dict[str, Any] = dict(temperature=0, ignore_eos=True, detokenize=False)
-    forced = [
-        SamplingParams(
-            max_tokens=args.steps,
-            logprob_token_ids=ids,
-            trace_decode_token_ids=trace(i, args.steps),
-            **plain,
-        )
-        for i in range(len(requests))
-    ]
-    outputs = llm.generate(requests, forced, use_tqdm=False)
-    for i, o in enumerate(outputs):
-        if list(o.outputs[0].token_ids) != trace(i, args.steps):
-            raise RuntimeError(f"prompt {i} did not follow its trace")
-    result["forced"] = [
-        [[step[t].logprob for t in ids] for step in o.outputs[0].logprobs]
-        for o in outputs
-    ]
-    greedy = SamplingParams(max_tokens=args.steps, **plain)
-    outputs = llm.generate(requests, greedy, use_tqdm=False)
-    result["greedy"] = [list(o.outputs[0].token_ids) for o in outputs]
+    requests = [random_prompt(i, n) for i, n in enumerate(PROMPT_TOKENS)]
+    result["forced"] = engine_work.forced(
+        llm, requests, sparse_models.VOCAB, args.steps
+    )
+    result["greedy"], result["greedy_best"] = engine_work.greedy(
+        llm, requests, [args.steps] * len(requests), top=True
+    )
 
 
 def answer_lengths(case: dict[str, Any], timed: int) -> list[int]:
@@ -210,7 +181,10 @@ def time_case(llm: Any, recorder: Any, case: dict[str, Any], profile: bool) -> d
 
     profiled = PROFILED_STEPS if profile and not case.get("leaving") else 0
     lengths = answer_lengths(case, TIMED_STEPS + profiled)
-    requests = [tokens_of(1000 + i, case["context"]) for i in range(len(lengths))]
+    requests = [
+        {"prompt_token_ids": random_prompt(1000 + i, case["context"])}
+        for i in range(len(lengths))
+    ]
     params = [
         SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False)
         for n in lengths
@@ -287,16 +261,11 @@ class Run:
         self.begin = time.time()
         self.state = "starting"
         (out / f"{name}.up").unlink(missing_ok=True)
-        env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
-        env["CUDA_VISIBLE_DEVICES"] = gpu
-        env.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # Sampling isn't compared, and FlashInfer would compile its own for minutes.
-        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        env = environment(CUDA_VISIBLE_DEVICES=gpu)
         env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         log = (out / f"{name}.log").open("w")
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
         self.process = subprocess.Popen(
-            command,
+            child_command(__file__, name),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -313,7 +282,8 @@ class Run:
             took = time.time() - self.begin
             say(f"{self.name}: ended with {code} after {took:.0f} s")
             if code:
-                sparse_report.print_error(self.out / f"{self.name}.log")
+                log = (self.out / f"{self.name}.log").read_text(errors="replace")
+                print("\n".join("    " + line[:300] for line in error_lines(log)))
         elif self.state == "starting" and (self.out / f"{self.name}.up").exists():
             self.state = "waiting"
             say(f"{self.name}: up after {time.time() - self.begin:.0f} s")

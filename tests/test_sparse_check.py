@@ -311,7 +311,8 @@ def result(name, median=1000.0, shift=0.0, **more):
         sha256="a" * 64,
         start_seconds=9.0,
         forced=[[[-1.0 + shift, -9.0], [-2.0 + shift, -7.0]]],
-        greedy=[[5, 6, 7]],
+        greedy=[[5, 6, 7 + (shift > 0)]],
+        greedy_best=[[[[5, -0.1], [9, -4.0]]] * 2 + [[[7, -0.5], [8, -0.75]]]],
         cases={case: times for case in sparse_report.JUDGED},
     )
     run.update(more)
@@ -339,6 +340,7 @@ def test_report_passes(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "dsv32-ours, 1 x 4096: ours is the fastest" in text
     assert "1.06 x)" in text
+    assert "2/3, gap <= 0.25" in text
     assert "all checks passed" in text
     lines = (tmp_path / "sparse_check.jsonl").read_text().splitlines()
     assert len(lines) == 6 + 5

@@ -315,7 +315,7 @@ def waves(
 ) -> list[list[Job]]:
     """Pack the runs into waves: what of them fits into the GPUs' memory at once.
 
-    Longest first within the given order; a run goes to the emptiest GPU.
+    In the given order; a run goes to the emptiest GPU.
     """
     left, packed = list(names), []
     while left:

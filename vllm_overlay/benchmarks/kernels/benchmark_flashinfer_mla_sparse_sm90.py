@@ -28,7 +28,7 @@ MODULE = "vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_fp8"
 
 
 def load_alone():
-    """Load the kernels' file without vLLM, for a host that has torch and Triton only."""
+    """Load the kernels' file without vLLM, where only torch and Triton are."""
     import triton
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl

@@ -276,7 +276,8 @@ def kernels(request, monkeypatch):
         return
     emulator = Emulator()
     monkeypatch.setattr(module, "gl", emulator)
-    for name in ("_unpack", "_stage_query", "_gather", "_scores"):
+    helpers = ["_unpack", "_launch_control", "_stage_query", "_gather", "_copy_tile"]
+    for name in helpers + ["_next_slots", "_scores"]:
         function = getattr(module, name)
         monkeypatch.setattr(module, name, getattr(function, "fn", function))
     for name in ("LATENT_PAIRS", "_UNPACK_ASM", "_LAUNCH_DEPENDENTS_ASM", "_WAIT_ASM"):

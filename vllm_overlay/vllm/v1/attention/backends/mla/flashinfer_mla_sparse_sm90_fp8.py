@@ -55,25 +55,22 @@ _WAIT_ASM = gl.constexpr("griddepcontrol.wait; // $0")
 def _unpack(words):
     """The even (low byte) and odd (high byte) e4m3 values of 16-bit words, as f16."""
     return gl.inline_asm_elementwise(
-        _UNPACK_ASM,
-        "=r,=r,r",
-        [words],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
+        _UNPACK_ASM, "=r,=r,r", [words], dtype=(gl.float16, gl.float16), is_pure=True,
         pack=2,
-    )
+    )  # fmt: skip
+
+
+@gluon.jit
+def _launch_control(asm: gl.constexpr):
+    """Wait for the grid in front, or let the next one be launched."""
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _stage_query(
-    q,
-    head0,
-    heads,
-    head_stride,
-    HB: gl.constexpr,
-    PAIRS: gl.constexpr,
+    q, head0, heads, head_stride, HB: gl.constexpr, PAIRS: gl.constexpr,
     NW: gl.constexpr,
-):
+):  # fmt: skip
     """Copy HB heads of a row's query to shared memory, even and odd values apart.
 
     ``q`` points at bf16 pairs (int32), ``head_stride`` counts pairs. Returns two f16
@@ -103,14 +100,9 @@ def _stage_query(
 
 @gluon.jit
 def _gather(
-    dst,
-    cache,
-    slot,
-    chunks,
-    first: gl.constexpr,
-    pairs: gl.constexpr,
+    dst, cache, slot, chunks, first: gl.constexpr, pairs: gl.constexpr,
     layout: gl.constexpr,
-):
+):  # fmt: skip
     """Start copying ``pairs`` words from word ``first`` on of each slot's row."""
     # Rows are a multiple of 16 bytes apart; said this way the copies stay 16 wide.
     at = slot.to(gl.int64) * chunks * 8
@@ -121,17 +113,30 @@ def _gather(
 
 
 @gluon.jit
+def _copy_tile(
+    kv, kpe, at, cache, slot, slot_pe, chunks, ROPE_PAIRS: gl.constexpr,
+    copy: gl.constexpr, copy_pe: gl.constexpr,
+):  # fmt: skip
+    """Start copying one tile into stage ``at``."""
+    _gather(kv.index(at), cache, slot, chunks, 0, LATENT_PAIRS, copy)
+    if ROPE_PAIRS > 0:
+        _gather(
+            kpe.index(at), cache, slot_pe, chunks, LATENT_PAIRS, ROPE_PAIRS, copy_pe
+        )
+
+
+@gluon.jit
+def _next_slots(slots, base, n, n_pe, last):
+    """Slots of the tokens from ``base`` on, repeating the row's last valid one."""
+    slot = gl.load(slots + gl.minimum(base + n, last))
+    return slot, gl.load(slots + gl.minimum(base + n_pe, last))
+
+
+@gluon.jit
 def _scores(
-    even_acc,
-    odd_acc,
-    kv,
-    q_even,
-    q_odd,
-    PAIRS: gl.constexpr,
-    STEP: gl.constexpr,
-    a: gl.constexpr,
-    b: gl.constexpr,
-):
+    even_acc, odd_acc, kv, q_even, q_odd, PAIRS: gl.constexpr, STEP: gl.constexpr,
+    a: gl.constexpr, b: gl.constexpr,
+):  # fmt: skip
     """Add K Q^T over PAIRS words to the two accumulators, STEP words at a time."""
     for i in gl.static_range(PAIRS // STEP):
         even, odd = _unpack(kv.slice(i * STEP, STEP, dim=1).load(a))
@@ -200,14 +205,10 @@ def _decode_kernel(
     AHEAD: gl.constexpr = NS - 1 if NS > 1 else 1  # tiles that are under way
 
     if OVERLAP:
-        gl.inline_asm_elementwise(
-            _WAIT_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        _launch_control(_WAIT_ASM)
     if SPLIT:
         # The merge may get ready; it waits for this grid's end before it reads.
-        gl.inline_asm_elementwise(
-            _LAUNCH_DEPENDENTS_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        _launch_control(_LAUNCH_DEPENDENTS_ASM)
     blocks = (heads + HB - 1) // HB
     row = gl.program_id(0) // blocks
     head0 = gl.program_id(0) % blocks * HB
@@ -231,6 +232,7 @@ def _decode_kernel(
         kv = gl.allocate_shared_memory(
             gl.int16, [NS, BN, LATENT_PAIRS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         )
+        kpe = kv
         if ROPE_PAIRS > 0:
             kpe = gl.allocate_shared_memory(
                 gl.int16, [NS, BN, ROPE_PAIRS], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
@@ -238,27 +240,15 @@ def _decode_kernel(
         probs = gl.allocate_shared_memory(
             gl.float16, [BN, HB], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
         )
+        # The slots of the next tile to copy are loaded a tile ahead.
+        slot, slot_pe = _next_slots(slots, first * BN, n, n_pe, last)
         for i in gl.static_range(AHEAD):
             if first + i < end:
-                base = (first + i) * BN
-                slot = gl.load(slots + gl.minimum(base + n, last))
-                _gather(kv.index(i), cache, slot, chunks, 0, LATENT_PAIRS, copy)
-                if ROPE_PAIRS > 0:
-                    slot = gl.load(slots + gl.minimum(base + n_pe, last))
-                    _gather(
-                        kpe.index(i),
-                        cache,
-                        slot,
-                        chunks,
-                        LATENT_PAIRS,
-                        ROPE_PAIRS,
-                        copy_pe,
-                    )
+                _copy_tile(
+                    kv, kpe, i, cache, slot, slot_pe, chunks, ROPE_PAIRS, copy, copy_pe
+                )
             gl.nvidia.ampere.async_copy.commit_group()
-        # Slots of the next tile to copy are loaded a tile ahead.
-        base = (first + AHEAD) * BN
-        slot = gl.load(slots + gl.minimum(base + n, last))
-        slot_pe = gl.load(slots + gl.minimum(base + n_pe, last))
+            slot, slot_pe = _next_slots(slots, (first + i + 1) * BN, n, n_pe, last)
         q_even, q_odd = _stage_query(
             q_nope + row64 * qn_row, head0, heads, qn_head, HB, LATENT_PAIRS, NW
         )
@@ -267,26 +257,19 @@ def _decode_kernel(
                 q_pe + row64 * qp_row, head0, heads, qp_head, HB, ROPE_PAIRS, NW
             )
         use = 0
-        fill = NS - 1
+        fill = AHEAD % NS
         for tile in range(first, end):
             gl.nvidia.ampere.async_copy.wait_group(AHEAD - 1)
             if NS > 1:
                 if tile + AHEAD < end:
-                    _gather(kv.index(fill), cache, slot, chunks, 0, LATENT_PAIRS, copy)
-                    if ROPE_PAIRS > 0:
-                        _gather(
-                            kpe.index(fill),
-                            cache,
-                            slot_pe,
-                            chunks,
-                            LATENT_PAIRS,
-                            ROPE_PAIRS,
-                            copy_pe,
-                        )
+                    _copy_tile(
+                        kv, kpe, fill, cache, slot, slot_pe, chunks, ROPE_PAIRS, copy,
+                        copy_pe,
+                    )  # fmt: skip
                 gl.nvidia.ampere.async_copy.commit_group()
-                base = (tile + AHEAD + 1) * BN
-                slot = gl.load(slots + gl.minimum(base + n, last))
-                slot_pe = gl.load(slots + gl.minimum(base + n_pe, last))
+                slot, slot_pe = _next_slots(
+                    slots, (tile + AHEAD + 1) * BN, n, n_pe, last
+                )
 
             s = gl.full([BN, HB], 0.0, gl.float32, mma)
             s_odd = gl.full([BN, HB], 0.0, gl.float32, mma)
@@ -329,21 +312,12 @@ def _decode_kernel(
                 fill = gl.where(fill == NS - 1, 0, fill + 1)
             else:
                 if tile + 1 < end:
-                    _gather(kv.index(0), cache, slot, chunks, 0, LATENT_PAIRS, copy)
-                    if ROPE_PAIRS > 0:
-                        _gather(
-                            kpe.index(0),
-                            cache,
-                            slot_pe,
-                            chunks,
-                            LATENT_PAIRS,
-                            ROPE_PAIRS,
-                            copy_pe,
-                        )
+                    _copy_tile(
+                        kv, kpe, 0, cache, slot, slot_pe, chunks, ROPE_PAIRS, copy,
+                        copy_pe,
+                    )  # fmt: skip
                 gl.nvidia.ampere.async_copy.commit_group()
-                base = (tile + 2) * BN
-                slot = gl.load(slots + gl.minimum(base + n, last))
-                slot_pe = gl.load(slots + gl.minimum(base + n_pe, last))
+                slot, slot_pe = _next_slots(slots, (tile + 2) * BN, n, n_pe, last)
 
     mass = gl.sum(total, axis=0)
     empty = mass == 0
@@ -407,9 +381,7 @@ def _merge_kernel(
         _WAIT_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     if OVERLAP:
-        gl.inline_asm_elementwise(
-            _LAUNCH_DEPENDENTS_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        _launch_control(_LAUNCH_DEPENDENTS_ASM)
     row = gl.program_id(0) // heads
     head = gl.program_id(0) % heads
     row64 = row.to(gl.int64)
@@ -673,64 +645,25 @@ class SparseFp8Decode:
         lse_to = self._part_lse if lse is None else lse
         lse_row, lse_head = lse.stride() if lse is not None else (0, 0)
         _decode_kernel[(rows * self._head_blocks, splits)](
-            q32,
-            pe32,
-            cache16,
-            slots,
-            lens,
-            out32,
-            lse_to,
-            self._part,
-            self._part_lse,
-            q32.stride(0),
-            q32.stride(1),
-            pe32.stride(0),
-            pe32.stride(1),
-            cache16.stride(0) // 8,
-            slots.stride(0),
-            out32.stride(0),
-            out32.stride(1),
-            lse_row,
-            lse_head,
-            slots.shape[1],
-            heads,
-            splits,
-            has_lse,
-            float(softmax_scale) * float(k_scale) * LOG2E,
-            float(k_scale),
-            HB=tile.heads,
-            ROPE_PAIRS=self.rope_dim // 2,
-            BN=tile.tokens,
-            NS=tile.stages,
-            NW=tile.warps,
-            DS=tile.pair_step,
-            TS=tile.token_step,
-            LANES=tile.lanes,
-            OVERLAP=tile.overlap,
-            SPLIT=splits > 1,
-            num_warps=tile.warps,
-            maxnreg=tile.registers,
-            launch_pdl=tile.overlap,
-        )
+            q32, pe32, cache16, slots, lens, out32, lse_to,
+            self._part, self._part_lse,
+            q32.stride(0), q32.stride(1), pe32.stride(0), pe32.stride(1),
+            cache16.stride(0) // 8, slots.stride(0),
+            out32.stride(0), out32.stride(1), lse_row, lse_head,
+            slots.shape[1], heads, splits, has_lse,
+            float(softmax_scale) * float(k_scale) * LOG2E, float(k_scale),
+            HB=tile.heads, ROPE_PAIRS=self.rope_dim // 2, BN=tile.tokens,
+            NS=tile.stages, NW=tile.warps, DS=tile.pair_step, TS=tile.token_step,
+            LANES=tile.lanes, OVERLAP=tile.overlap, SPLIT=splits > 1,
+            num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=tile.overlap,
+        )  # fmt: skip
         if splits > 1:
             _merge_kernel[(rows * heads, 4)](
-                self._part,
-                self._part_lse,
-                out32,
-                lse_to,
-                heads,
-                splits,
-                out32.stride(0),
-                out32.stride(1),
-                lse_row,
-                lse_head,
-                has_lse,
-                MAX=MAX_SPLITS,
-                PAIRS=64,
-                OVERLAP=tile.overlap,
-                num_warps=4,
-                launch_pdl=True,
-            )
+                self._part, self._part_lse, out32, lse_to, heads, splits,
+                out32.stride(0), out32.stride(1), lse_row, lse_head, has_lse,
+                MAX=MAX_SPLITS, PAIRS=64, OVERLAP=tile.overlap,
+                num_warps=4, launch_pdl=True,
+            )  # fmt: skip
 
     def warm_up(self) -> None:
         """Compile all that ``decode`` may launch, by running each kernel once."""

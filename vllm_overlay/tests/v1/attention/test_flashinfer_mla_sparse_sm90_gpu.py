@@ -30,9 +30,9 @@ import torch
 
 import vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90 as ours
 
-if __package__:
-    from . import flashinfer_mla_sparse_sm90_utils as utils
-else:
+try:
+    from tests.v1.attention import flashinfer_mla_sparse_sm90_utils as utils
+except ImportError:  # as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).parent))
     import flashinfer_mla_sparse_sm90_utils as utils
 

@@ -87,7 +87,7 @@ class SoftmaxTile(Role):
 
     @cute.jit
     def release_tile(self, ctx: cutlass.Constexpr, stage):
-        """Q K^T of a tile is done: its rope stage, and the latent by this role's part."""
+        """Q K^T of a tile is done: free its rope part, and our hold on the latent."""
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
         cluster = self.tile.cluster

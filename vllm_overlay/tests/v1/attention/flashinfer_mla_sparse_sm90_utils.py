@@ -132,13 +132,13 @@ def execute(layout, workspace, slots, query, cache, sm_scale):
         to[first : first + heads] = value
         to_lse[first : first + heads] = piece_lse
     for merge in schedule.merges:
-        for k, row in enumerate(range(merge.merge_packed_start, merge.merge_packed_end)):
-            pieces = range(
-                merge.merge_partial_start + k, merge.merge_partial_end, merge.merge_stride
-            )
-            part = partial_lse[list(pieces)]
+        end, stride = merge.merge_partial_end, merge.merge_stride
+        rows_merged = range(merge.merge_packed_start, merge.merge_packed_end)
+        for k, row in enumerate(rows_merged):
+            pieces = list(range(merge.merge_partial_start + k, end, stride))
+            part = partial_lse[pieces]
             lse[row] = torch.logsumexp(part * math.log(2), 0) / math.log(2)
-            out[row] = torch.exp2(part - lse[row]) @ partial[list(pieces)]
+            out[row] = torch.exp2(part - lse[row]) @ partial[pieces]
     return out.view(rows, heads, LATENT), lse.view(rows, heads)
 
 
@@ -221,7 +221,8 @@ def common_metadata(query_lens, seq_lens, padded_tokens=0, block_size=64, device
     seq = torch.tensor(seq_lens, dtype=torch.int32)
     blocks = max([ceil_div(n, block_size) for n in seq_lens] + [1])
     requests = len(query_lens)
-    table = 1 + torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
+    table = 1 + torch.arange(requests * blocks, dtype=torch.int32)
+    table = table.view(requests, blocks)
     tokens = int(starts[-1]) + padded_tokens
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
@@ -266,6 +267,7 @@ def reference(q, slots_cache, chosen, cam, sm_scale, block_stride_rows, block_si
         sm_scale: Softmax scale.
         block_stride_rows: Rows from one block to the next.
         block_size: Rows of a block.
+
     """
     starts = cam.query_start_loc.tolist()
     out = q.new_zeros(*q.shape[:2], LATENT, dtype=torch.float64)
@@ -372,6 +374,7 @@ def make_cache(cam, chosen, rope, fp8, generator, stride=1):
     Returns:
         The layer's cache ``[blocks, 64, 512 + rope]`` whose blocks lie ``stride``
         blocks apart, and all of its slots, dequantised at a scale of 1.
+
     """
     device = chosen.device
     head = LATENT + rope

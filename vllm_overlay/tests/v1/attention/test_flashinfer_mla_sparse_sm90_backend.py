@@ -20,6 +20,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.mla import (
     flashinfer_mla_sparse_sm90_flashinfer as flashinfer_module,
 )
+from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_select as select
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
     PLAN_INFO_FIELDS,
 )
@@ -140,7 +141,8 @@ def test_a_selection_shorter_than_its_length_is_safe(made):
     layer.impl.topk_indices_buffer[0, :3] = torch.tensor([7, 1, 5])
     cache = torch.ones(8, 64, 576, dtype=torch.bfloat16)
     q = torch.zeros(2, 4, 576, dtype=torch.bfloat16)
-    out, _ = layer.impl.forward_mqa((q[..., :512], q[..., 512:]), cache, metadata, layer)
+    query = (q[..., :512], q[..., 512:])
+    out, _ = layer.impl.forward_mqa(query, cache, metadata, layer)
     assert bool((out == 1).all())
     slots = builder.state.slots
     assert slots[0, :4].tolist() == [64 + 7, 64 + 1, 64 + 5, 64 + 7]
@@ -153,7 +155,8 @@ def test_zero_rows(made):
     metadata = builder.build(0, utils.common_metadata([], []))
     q = torch.zeros(0, 4, 576, dtype=torch.bfloat16)
     cache = torch.ones(8, 64, 576, dtype=torch.bfloat16)
-    out, _ = layer.impl.forward_mqa((q[..., :512], q[..., 512:]), cache, metadata, layer)
+    query = (q[..., :512], q[..., 512:])
+    out, _ = layer.impl.forward_mqa(query, cache, metadata, layer)
     assert out.shape == (0, 4, 512)
 
 
@@ -415,11 +418,11 @@ def selection(monkeypatch, tmp_path):
         path.write_text("")
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.7.2.post1")
+    monkeypatch.setattr(select, "version", lambda name: "0.7.2.post1")
     hf = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64)
     config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf))
     monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
-    backend._kernel_reason.cache_clear()
+    select.kernel_reason.cache_clear()
 
     def reason(kv_cache_dtype="auto", use_sparse=True):
         return backend.FlashInferMLASparseSM90Backend.supports_combination(
@@ -430,7 +433,7 @@ def selection(monkeypatch, tmp_path):
     yield SimpleNamespace(
         spec=spec, jit=jit, hf=hf, reason=reason, path=tmp_path, patch=monkeypatch
     )
-    backend._kernel_reason.cache_clear()
+    select.kernel_reason.cache_clear()
 
 
 def test_selected_where_the_kernel_can_be_built(selection):
@@ -447,7 +450,7 @@ def test_dense_models_and_other_shapes_have_a_reason(selection):
 
 @pytest.mark.parametrize("version", ["0.6.18", "0.8.0", "0.0.0+unknown", "main"])
 def test_another_flashinfer_has_a_reason(selection, version):
-    selection.patch.setattr("importlib.metadata.version", lambda name: version)
+    selection.patch.setattr(select, "version", lambda name: version)
     assert f">= 0.7.2, < 0.8; found {version}" in selection.reason()
     # The FP8 kernel is our own.
     assert selection.reason("fp8") is None
@@ -457,7 +460,7 @@ def test_no_nvcc_has_a_reason_unless_the_kernel_is_there(selection):
     (selection.path / "bin" / "nvcc").unlink()
     selection.patch.setenv("CUDA_HOME", str(selection.path))
     assert "finds no nvcc" in selection.reason()
-    backend._kernel_reason.cache_clear()
+    select.kernel_reason.cache_clear()
     selection.spec.is_compiled = True
     assert selection.reason() is None
 
@@ -465,16 +468,16 @@ def test_no_nvcc_has_a_reason_unless_the_kernel_is_there(selection):
 def test_no_ninja_has_a_reason_unless_the_kernel_is_installed(selection):
     (selection.path / "bin" / "ninja").unlink()
     assert "ninja" in selection.reason()
-    backend._kernel_reason.cache_clear()
+    select.kernel_reason.cache_clear()
     selection.spec.is_aot = True
     assert selection.reason() is None
 
 
 def test_a_cache_that_cannot_be_written_has_a_reason(selection):
     # By answer, not by mode: root may write anywhere.
-    selection.patch.setattr(backend.os, "access", lambda path, mode: mode != os.W_OK)
+    selection.patch.setattr(select.os, "access", lambda path, mode: mode != os.W_OK)
     assert "can't write FlashInfer's cache" in selection.reason()
-    backend._kernel_reason.cache_clear()
+    select.kernel_reason.cache_clear()
 
     def refused(*args):
         raise PermissionError("Read-only file system: '/root/.cache'")

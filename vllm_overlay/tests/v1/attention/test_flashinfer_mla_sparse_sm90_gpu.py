@@ -459,39 +459,45 @@ def parent_build_us(side):
     return host_us(build)
 
 
+ROWS = (1, 8, 64, 100, 133, 200, 512)
+KINDS = ("plain", "async", "speculative", "adaptive")
+
+
 def parts(stock):
-    """Name, time limit in seconds, and what to run."""
+    """Name, time limit in seconds, and what to run: a function and its arguments."""
     for fp8 in (False, True):
         kind = "fp8" if fp8 else "bf16"
-        yield (
-            f"contexts-{kind}",
-            90,
-            lambda fp8=fp8: [check_contexts(*case, fp8) for case in HEADS_ROPE_KPOOL],
-        )
-        yield f"speculative-{kind}", 40, lambda fp8=fp8: [check_speculative(fp8)]
-        heads = (8,) if fp8 else (8, 128)
-        yield (
-            f"replay-{kind}",
-            60,
-            lambda fp8=fp8, heads=heads: [check_replay(h, fp8) for h in heads],
-        )
-        kinds = ("plain", "async", "speculative", "adaptive")
-        yield (
-            f"no-sync-{kind}",
-            40,
-            lambda fp8=fp8: [check_no_sync(kind, fp8) for kind in kinds],
-        )
-        rows = (1, 8, 64, 100, 133, 200, 512)
-        yield (
-            f"time-{kind}",
-            120,
-            lambda fp8=fp8, rows=rows: measure(stock, 8, fp8, rows),
-        )
-    yield "many-rows", 40, lambda: [check_many_rows()]
-    yield "short-rows", 20, lambda: [check_short_rows()]
-    yield "zero-rows", 20, lambda: [check_zero_rows()]
+        cases = [(*case, fp8) for case in HEADS_ROPE_KPOOL]
+        yield f"contexts-{kind}", 90, check_contexts, cases
+        yield f"speculative-{kind}", 40, check_speculative, [(fp8,)]
+        replays = [(8, True)] if fp8 else [(8, False), (128, False)]
+        yield f"replay-{kind}", 60, check_replay, replays
+        yield f"no-sync-{kind}", 40, check_no_sync, [(k, fp8) for k in KINDS]
+        times = [(stock, 8, fp8, ROWS)]
+        yield f"time-{kind}", 120, measure, times
+    yield "many-rows", 40, check_many_rows, [()]
+    yield "short-rows", 20, check_short_rows, [()]
+    yield "zero-rows", 20, check_zero_rows, [()]
     scales = list(itertools.product((0.25, 0.5, 1.0, 4.0), (0, 64)))
-    yield "scales", 60, lambda: [check_scale(*case) for case in scales]
+    yield "scales", 60, check_scale, scales
+
+
+def run_part(check, cases):
+    """Run every case, also after one fails: lines and what failed."""
+    lines, failures = [], []
+    for case in cases:
+        try:
+            done = check(*case)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            traceback.print_exc(limit=-4)
+            failures.append(f"{case[-2:]}: {type(error).__name__}: {error}"[:300])
+            if "CUDA error" in str(error):
+                break
+            continue
+        lines += done if isinstance(done, list) else [done]
+    return lines, failures
 
 
 def main():
@@ -510,7 +516,7 @@ def main():
         raise TimeoutError("the part's time is over")
 
     signal.signal(signal.SIGALRM, too_long)
-    for name, limit, run in parts(stock):
+    for name, limit, check, cases in parts(stock):
         if wanted and not name.startswith(wanted):
             continue
         if args.list:
@@ -519,12 +525,12 @@ def main():
         begin = time.perf_counter()
         signal.alarm(limit)
         try:
-            lines, state = run(), "ok"
-        except Exception as error:
-            lines, state = [], f"FAILED: {type(error).__name__}: {error}"
-            traceback.print_exc(limit=-4)
+            lines, failures = run_part(check, cases)
+        except TimeoutError as error:
+            lines, failures = [], [str(error)]
         finally:
             signal.alarm(0)
+        state = f"FAILED: {'; '.join(failures)}" if failures else "ok"
         seconds = time.perf_counter() - begin
         results[name] = {"state": state, "seconds": round(seconds, 1), "lines": lines}
         errors = [line["error"] for line in lines if "error" in line]
@@ -533,7 +539,7 @@ def main():
         (args.out / "results.json").write_text(json.dumps(results, indent=1))
         if "CUDA error" in state:
             # The context is gone: the rest in a fresh process.
-            rest = [n for n, _, _ in parts(stock) if n not in results]
+            rest = [n for n, *_ in parts(stock) if n not in results]
             rest = [n for n in rest if not wanted or n.startswith(wanted)]
             if rest:
                 again = [sys.executable, __file__, str(args.out / "after"), "--only"]

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The schedule of the sparse MLA backend: its reference, its kernel, its layout.
 
-Without a GPU the kernel runs in Triton's interpreter, which has to be switched on before
-vLLM is imported; ``test_in_the_interpreter`` starts these files again that way.
+Without a GPU the kernel runs in Triton's interpreter, which has to be switched on
+before vLLM is imported; ``test_in_the_interpreter`` starts these files that way.
 """
 
 import importlib.util

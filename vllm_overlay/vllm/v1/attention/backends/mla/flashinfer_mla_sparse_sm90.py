@@ -20,21 +20,16 @@ all of which divide both parts by ``k_scale``. Layouts with another treatment of
 rope part (``fp8_ds_mla``, ``nvfp4_ds_mla``) are not accepted here.
 
 The kernels give the LSE in base 2. Under decode context parallelism how many of the
-selected tokens a rank owns depends on the selection, so lengths would have to be counted
-in the forward; until that has run on two GPUs, ``can_return_lse_for_decode`` and
-``supports_dcp`` stay False.
+selected tokens a rank owns depends on the selection, so lengths would have to be
+counted in the forward; until that has run on two GPUs, ``can_return_lse_for_decode``
+and ``supports_dcp`` stay False.
 """
 
-import functools
 import math
-import os
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from packaging.version import InvalidVersion, Version
 
 from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
@@ -61,6 +56,11 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_flashinfer import
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_fp8 import (
     SparseFp8Decode,
 )
+from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_select import (
+    MIN_FLASHINFER,
+    kernel_reason,
+    version_reason,
+)
 from vllm.v1.attention.backends.mla.sparse_utils import (
     align_blocks_to_rows,
     flat_kv_row_view,
@@ -70,77 +70,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 _FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 _ROPE_DIMS = (0, 64)
-# The releases whose plan layout the constructor's checks were written for.
-_MIN_FLASHINFER = Version("0.7.2")
-_NEXT_FLASHINFER = Version("0.8")
-
-
-def _version_reason() -> str | None:
-    """Why this FlashInfer can't be planned from the device, or None."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        found = version("flashinfer-python")
-        good = _MIN_FLASHINFER <= Version(found) < _NEXT_FLASHINFER
-    except PackageNotFoundError:
-        found, good = "none", False
-    except InvalidVersion:
-        good = False
-    if good:
-        return None
-    return (
-        "FLASHINFER_MLA_SPARSE_SM90 plans FlashInfer's kernel itself and knows "
-        f"flashinfer-python >= {_MIN_FLASHINFER}, < {_NEXT_FLASHINFER}; found {found}"
-    )
-
-
-def _first_existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-@functools.cache
-def _kernel_reason(rope_dim: int) -> str | None:
-    """Why FlashInfer's bf16 kernel can neither be loaded nor built, or None."""
-    name = "FLASHINFER_MLA_SPARSE_SM90"
-    try:
-        from flashinfer.jit import env, gen_batch_mla_module
-    except (ImportError, OSError) as error:
-        return f"{name} can't load FlashInfer's JIT: {error}"
-    cache = Path(env.FLASHINFER_JIT_DIR)
-    writable = "set FLASHINFER_WORKSPACE_BASE to a folder that can be written"
-    bf16 = torch.bfloat16
-    try:
-        spec = gen_batch_mla_module(
-            "fa3", bf16, bf16, bf16, torch.int32, LATENT, rope_dim, False
-        )
-    except OSError as error:
-        return f"{name} can't write FlashInfer's cache: {error}; {writable}"
-    except RuntimeError as error:
-        return f"{name} can't use FlashInfer's JIT: {error}"
-    if spec.is_aot:
-        return None
-    if os.environ.get("FLASHINFER_DISABLE_JIT"):
-        return (
-            f"{name} needs FlashInfer's module {spec.name}, which isn't installed, and "
-            "FLASHINFER_DISABLE_JIT forbids building it; unset that or install "
-            "flashinfer-jit-cache"
-        )
-    # FlashInfer locks and runs ninja for a module that it has built before, too.
-    if not os.access(_first_existing(cache), os.W_OK):
-        return f"{name} can't write FlashInfer's cache {cache}; {writable}"
-    if shutil.which("ninja") is None:
-        return f"{name} loads FlashInfer's kernel with ninja, which isn't on PATH"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = Path(home, "bin", "nvcc") if home else shutil.which("nvcc")
-    nvcc = nvcc or Path("/usr/local/cuda/bin/nvcc")
-    if not spec.is_compiled and not os.access(nvcc, os.X_OK):
-        return (
-            f"{name} has to build FlashInfer's kernel and finds no nvcc at {nvcc}; "
-            "install the CUDA toolkit, set CUDA_HOME, or install flashinfer-jit-cache"
-        )
-    return None
 
 
 class FlashInferMLASparseSM90Backend(AttentionBackend):
@@ -217,7 +146,7 @@ class FlashInferMLASparseSM90Backend(AttentionBackend):
         if not has_flashinfer_sm90_nope_mla():
             return (
                 f"{name} requires FlashInfer with BatchMLAPagedAttentionWrapper for "
-                f"SM90 (flashinfer-python >= {_MIN_FLASHINFER})"
+                f"SM90 (flashinfer-python >= {MIN_FLASHINFER})"
             )
         if not use_sparse:
             return f"{name} requires sparse MLA"
@@ -236,7 +165,7 @@ class FlashInferMLASparseSM90Backend(AttentionBackend):
             )
         if kv_cache_dtype in _FP8_KV_DTYPES:
             return None  # our own kernel
-        return _version_reason() or _kernel_reason(hf.qk_rope_head_dim)
+        return version_reason() or kernel_reason(hf.qk_rope_head_dim)
 
 
 class _SM90State:
@@ -254,6 +183,7 @@ class _SM90State:
         index_topk: Tokens that the indexer keeps of a longer context.
         index_kpool: Tokens that it pools; 1 without pooling.
         return_lse: Also compute the base-2 LSE.
+
     """
 
     def __init__(
@@ -311,6 +241,7 @@ class _SM90State:
         Raises:
             RuntimeError: Called while a CUDA graph is captured: the lengths would be
                 those of the capture for ever.
+
         """
         if (
             self.device.type == "cuda"
@@ -348,6 +279,7 @@ class _SM90State:
         Returns:
             Output ``[rows, heads, 512]`` bf16 and, with ``return_lse``, the base-2 LSE
             ``[rows, heads]`` fp32. A row without slots gives 0 and -inf.
+
         """
         rows, heads = q_nope.shape[:2]
         counts = self.counts[:rows]
@@ -503,6 +435,7 @@ class FlashInferMLASparseSM90Impl(SparseMLACommonImpl[FlashInferMLASparseSM90Met
         Raises:
             ValueError: It is missing, zero, negative or not finite. Taking 1.0 instead
                 would give wrong attention without a sign.
+
         """
         scale = getattr(layer, "_k_scale_float", None)
         if scale is None or not math.isfinite(scale) or scale <= 0:
@@ -532,6 +465,7 @@ class FlashInferMLASparseSM90Impl(SparseMLACommonImpl[FlashInferMLASparseSM90Met
         Returns:
             Output ``[rows, heads, 512]``, and the base-2 LSE ``[rows, heads]`` if the
             layer needs it.
+
         """
         if not isinstance(q, tuple):
             raise NotImplementedError(

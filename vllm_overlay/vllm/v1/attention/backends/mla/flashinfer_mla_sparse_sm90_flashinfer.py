@@ -97,6 +97,7 @@ class FlashInferSparseDecode:
     Raises:
         ValueError: More heads or rows than FlashInfer's kernel or its plan takes.
         RuntimeError: FlashInfer doesn't plan or run as this class expects.
+
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class FlashInferSparseDecode:
 
     def _refuse(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"FlashInfer {flashinfer_version()}: {what}. The sparse MLA backend for "
-            f"Hopper follows the private plan of FlashInfer {KNOWN_FLASHINFER}; install "
-            f"flashinfer-python=={KNOWN_FLASHINFER} or select another attention backend"
+            f"FlashInfer {flashinfer_version()}: {what}. FLASHINFER_MLA_SPARSE_SM90 "
+            f"follows the private plan of FlashInfer {KNOWN_FLASHINFER}; install "
+            f"flashinfer-python=={KNOWN_FLASHINFER} or select another backend"
         )
 
     def _int_workspace(self) -> torch.Tensor:
@@ -338,9 +339,7 @@ class FlashInferSparseDecode:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = cache.unsqueeze(1)
         # The cache writers divide the rope part by the same scale as the latent.
-        scales = (
-            {} if k_scale is None else {"ckv_scale": k_scale, "kpe_scale": k_scale}
-        )
+        scales = {} if k_scale is None else {"ckv_scale": k_scale, "kpe_scale": k_scale}
         result = self.wrapper.run(
             query=(q_nope, q_pe),
             kv_cache=(rows[..., :LATENT], rows[..., LATENT:]),
@@ -369,6 +368,7 @@ class FlashInferSparseDecode:
         Returns:
             Output ``[rows, heads, 512]`` bf16 and the base-2 LSE ``[rows, heads]``
             fp32, or None without ``return_lse``. A row of length 0 gives 0 and -inf.
+
         """
         _fill_short_rows_kernel[(counts.shape[0],)](
             self.slots,

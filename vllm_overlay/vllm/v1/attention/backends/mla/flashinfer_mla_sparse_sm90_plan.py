@@ -39,8 +39,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.triton_utils import tl, triton
-
 TILE_TOKENS = 64
 CTA_HEADS = 64
 
@@ -92,6 +90,7 @@ class Geometry:
         cluster_size: Thread blocks that share a row: 1 up to 64 heads, else 2.
         thread_blocks: Thread blocks of the grid that merge: the device's SMs.
         width: Entries of a row in the slot table; also the longest length.
+
     """
 
     heads: int
@@ -170,6 +169,7 @@ def row_kv_lengths(
         index_topk: Tokens that the indexer keeps of a longer context.
         index_kpool: Tokens that it pools; 1 without pooling.
         width: Entries of a row in the slot table.
+
     """
     lengths = [0] * num_rows
     for request, seq_len in enumerate(seq_lens):
@@ -279,6 +279,7 @@ def check_schedule(
     Raises:
         ValueError: A token is left out or done twice, an item or a merge lies outside
             its bounds, or an item isn't where its cluster looks.
+
     """
 
     def need(good: bool, what: str, *values: object) -> None:
@@ -337,7 +338,7 @@ def check_schedule(
             span = range(item.partial_indptr, item.partial_indptr + heads)
             need(item.partial_indptr == base + k * heads, "partials not in order", ours)
             need(
-                0 <= span[0] and span[-1] < geometry.partial_rows,
+                span[0] >= 0 and span[-1] < geometry.partial_rows,
                 "partial rows outside FlashInfer's buffer",
                 item,
             )
@@ -375,6 +376,7 @@ class WorkspaceLayout:
             ``PLAN_INFO_FIELDS``.
         capacity: Elements of a work array.
         geometry: Heads and grid that the plan is for.
+
     """
 
     offsets: dict[str, int]
@@ -397,6 +399,7 @@ class WorkspaceLayout:
 
         Raises:
             ValueError: It isn't the layout that this module knows.
+
         """
         if len(plan_info) != len(PLAN_INFO_FIELDS):
             raise ValueError(

@@ -7,8 +7,8 @@ One launch, one program for 256 rows. A program sums the rows' cost over the who
 own (its first item, partial row and merge entry), then writes its own rows. Nothing is
 exchanged between programs, so the result doesn't depend on their order.
 
-Lengths come from ``query_start_loc``, ``seq_lens`` and the rows' requests on the device:
-they are exact whatever the host knows, and one captured graph serves any lengths.
+Lengths come from ``query_start_loc``, ``seq_lens`` and the rows' requests on the
+device: they are exact whatever the host knows, and one captured graph serves any.
 """
 
 import torch
@@ -289,6 +289,7 @@ class DevicePlanner:
     Raises:
         ValueError: The device has more thread blocks than one program handles, or the
             rows are longer than the search for form A reaches.
+
     """
 
     def __init__(
@@ -344,6 +345,7 @@ class DevicePlanner:
             seq_lens: Tokens of each request, int32 ``[num_reqs]``, on the device.
             num_reqs: Requests, padded ones included.
             req_id_per_token: Request of each row, int32 ``[num_rows]``, on the device.
+
         """
         _plan_sparse_mla_kernel[(max(triton.cdiv(num_rows, BLOCK_ROWS), 1),)](
             self.workspace,

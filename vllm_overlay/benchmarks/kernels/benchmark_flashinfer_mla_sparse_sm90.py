@@ -38,6 +38,7 @@ def load_alone():
         sys.modules[name] = types.ModuleType(name)
     parent = sys.modules["vllm.triton_utils"]
     parent.__dict__.update(gl=gl, gluon=gluon, triton=triton, LOG2E=math.log2(math.e))
+    parent.__dict__["HAS_TRITON"] = True
     sys.modules["vllm.utils.math_utils"].__dict__["cdiv"] = lambda a, b: -(a // -b)
     path = Path(__file__).parents[2] / (MODULE.replace(".", "/") + ".py")
     spec = importlib.util.spec_from_file_location(MODULE, path)

@@ -524,8 +524,10 @@ def test_compiles_for_hopper(heads, rope, real_kernels):
 
     tile = module.choose_tile(heads)
     function = module._decode_kernel
-    if not hasattr(function, "arg_names"):
+    if not isinstance(function, gluon.GluonJITFunction):
         pytest.skip("vLLM has disabled Triton on this host")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("Triton interprets here: it has no compiler")
     constants = dict(
         HB=tile.heads, ROPE_PAIRS=rope // 2, BN=tile.tokens, NS=tile.stages,
         NW=tile.warps, DS=tile.pair_step, TS=tile.token_step, LANES=tile.lanes,

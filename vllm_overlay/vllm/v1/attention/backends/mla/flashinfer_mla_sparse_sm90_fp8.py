@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.triton_utils import LOG2E, gl, gluon
+from vllm.triton_utils import HAS_TRITON, LOG2E, gl, gluon, triton
 from vllm.utils.math_utils import cdiv
 
 LATENT = 512
@@ -40,6 +40,8 @@ LATENT_PAIRS = gl.constexpr(256)
 MAX_HEADS = 128
 MAX_SPLITS = 64
 """Size of the merge's tile of partials."""
+
+_jit = gluon.jit if HAS_TRITON else triton.jit  # the latter a stub that does nothing
 
 # One 32-bit register holds the words of two neighbours along the product's inner
 # dimension: bytes (even, odd, even, odd). Sort them, then convert pair by pair.
@@ -51,7 +53,7 @@ _LAUNCH_DEPENDENTS_ASM = gl.constexpr("griddepcontrol.launch_dependents; // $0")
 _WAIT_ASM = gl.constexpr("griddepcontrol.wait; // $0")
 
 
-@gluon.jit
+@_jit
 def _unpack(words):
     """The even (low byte) and odd (high byte) e4m3 values of 16-bit words, as f16."""
     return gl.inline_asm_elementwise(
@@ -60,13 +62,13 @@ def _unpack(words):
     )  # fmt: skip
 
 
-@gluon.jit
+@_jit
 def _launch_control(asm: gl.constexpr):
     """Wait for the grid in front, or let the next one be launched."""
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
+@_jit
 def _stage_query(
     q, head0, heads, head_stride, HB: gl.constexpr, PAIRS: gl.constexpr,
     NW: gl.constexpr,
@@ -98,7 +100,7 @@ def _stage_query(
     )
 
 
-@gluon.jit
+@_jit
 def _gather(
     dst, cache, slot, chunks, first: gl.constexpr, pairs: gl.constexpr,
     layout: gl.constexpr,
@@ -112,7 +114,7 @@ def _gather(
     )
 
 
-@gluon.jit
+@_jit
 def _copy_tile(
     kv, kpe, at, cache, slot, slot_pe, chunks, ROPE_PAIRS: gl.constexpr,
     copy: gl.constexpr, copy_pe: gl.constexpr,
@@ -125,14 +127,14 @@ def _copy_tile(
         )
 
 
-@gluon.jit
+@_jit
 def _next_slots(slots, base, n, n_pe, last):
     """Slots of the tokens from ``base`` on, repeating the row's last valid one."""
     slot = gl.load(slots + gl.minimum(base + n, last))
     return slot, gl.load(slots + gl.minimum(base + n_pe, last))
 
 
-@gluon.jit
+@_jit
 def _scores(
     even_acc, odd_acc, kv, q_even, q_odd, PAIRS: gl.constexpr, STEP: gl.constexpr,
     a: gl.constexpr, b: gl.constexpr,
@@ -157,7 +159,7 @@ _NEVER_SPECIALIZE = [
 ]
 
 
-@gluon.jit(do_not_specialize=_NEVER_SPECIALIZE)
+@_jit(do_not_specialize=_NEVER_SPECIALIZE)
 def _decode_kernel(
     q_nope,  # bf16 pairs [rows, heads, 256] as int32
     q_pe,  # bf16 pairs [rows, heads, 32] as int32
@@ -344,7 +346,7 @@ def _decode_kernel(
         gl.store(at_lse, row_lse, mask=live & (has_lse != 0))
 
 
-@gluon.jit(
+@_jit(
     do_not_specialize=[
         "part",
         "part_lse",

@@ -468,18 +468,18 @@ def parts(stock):
     for fp8 in (False, True):
         kind = "fp8" if fp8 else "bf16"
         cases = [(*case, fp8) for case in HEADS_ROPE_KPOOL]
-        yield f"contexts-{kind}", 90, check_contexts, cases
-        yield f"speculative-{kind}", 40, check_speculative, [(fp8,)]
+        yield f"contexts-{kind}", 150, check_contexts, cases
+        yield f"speculative-{kind}", 60, check_speculative, [(fp8,)]
         replays = [(8, True)] if fp8 else [(8, False), (128, False)]
-        yield f"replay-{kind}", 60, check_replay, replays
-        yield f"no-sync-{kind}", 40, check_no_sync, [(k, fp8) for k in KINDS]
+        yield f"replay-{kind}", 90, check_replay, replays
+        yield f"no-sync-{kind}", 60, check_no_sync, [(k, fp8) for k in KINDS]
         times = [(stock, 8, fp8, ROWS)]
         yield f"time-{kind}", 120, measure, times
     yield "many-rows", 40, check_many_rows, [()]
     yield "short-rows", 20, check_short_rows, [()]
     yield "zero-rows", 20, check_zero_rows, [()]
     scales = list(itertools.product((0.25, 0.5, 1.0, 4.0), (0, 64)))
-    yield "scales", 60, check_scale, scales
+    yield "scales", 120, check_scale, scales
 
 
 def run_part(check, cases):

@@ -6,10 +6,10 @@ With page size 1 the slots that the indexer selects are the page table: each que
 is a batch row whose KV length is its count of valid slots. Causality is already in the
 selection. A bf16 cache is read by FlashInfer's FA3 MLA kernel under a schedule that one
 launch computes from device lengths (``flashinfer_mla_sparse_sm90_plan``), so a step
-costs the host the same for any batch and never waits for the device. An FP8 cache is
-read by a kernel of our own (``flashinfer_mla_sparse_sm90_fp8``), which takes the counts
-of the slot conversion and needs no plan. Padded rows of a captured graph have length 0:
-their output is 0.
+costs the host the same for any batch and never waits for the device. Padded rows of a
+captured graph have length 0: their output is 0. An FP8 cache is read by a kernel of our
+own (``flashinfer_mla_sparse_sm90_fp8``), which takes the counts of the slot conversion
+and needs no plan; a padded row is what the indexer left in its buffer, -1 for nothing.
 
 FP8 cache (``fp8``, ``fp8_e4m3``): one scale ``k_scale`` for the whole row, latent and
 rope part. That holds for every writer of this cache layout: ``concat_and_cache_mla``
@@ -145,8 +145,9 @@ class FlashInferMLASparseSM90Backend(AttentionBackend):
         name = cls.get_name()
         if not has_flashinfer_sm90_nope_mla():
             return (
-                f"{name} requires FlashInfer with BatchMLAPagedAttentionWrapper for "
-                f"SM90 (flashinfer-python >= {MIN_FLASHINFER})"
+                f"{name} requires FlashInfer's BatchMLAPagedAttentionWrapper: "
+                f"flashinfer-python >= {MIN_FLASHINFER}, and flashinfer-cubin or both "
+                "nvcc and ninja"
             )
         if not use_sparse:
             return f"{name} requires sparse MLA"

@@ -119,7 +119,8 @@ def execute(layout, workspace, slots, query, cache, sm_scale):
     for item in schedule.items:
         begin = item.kv_indptr + item.kv_start
         chosen = slots[begin : begin + item.kv_end - item.kv_start].long()
-        assert item.kv_end <= item.kv_len, f"the loads stop before {item}"
+        end_is_loaded = item.kv_end <= max(item.kv_len, item.kv_start)
+        assert end_is_loaded, f"the loads stop before {item}"
         assert (chosen >= 0).all(), f"{item} follows slot -1"
         row_keys = keys[chosen]
         scores = q[item.q_indptr] @ row_keys.T * (sm_scale / math.log(2))
@@ -138,7 +139,8 @@ def execute(layout, workspace, slots, query, cache, sm_scale):
             pieces = list(range(merge.merge_partial_start + k, end, stride))
             part = partial_lse[pieces]
             lse[row] = torch.logsumexp(part * math.log(2), 0) / math.log(2)
-            out[row] = torch.exp2(part - lse[row]) @ partial[pieces]
+            # Pieces that are all empty merge to 0, as FlashInfer's state_t does.
+            out[row] = torch.exp2(part - lse[row]).nan_to_num() @ partial[pieces]
     return out.view(rows, heads, LATENT), lse.view(rows, heads)
 
 

@@ -42,6 +42,9 @@ class RecordingPlanner:
     def __call__(self, num_rows, *batch):
         self.calls.append((num_rows, *batch))
 
+    def limit(self, counts):
+        raise AssertionError("no forward here")
+
 
 @pytest.fixture
 def made(monkeypatch):
@@ -91,7 +94,7 @@ def step(query_lens, seq_lens, *, heads=4, rope=64, kpool=None, padding=0, **opt
     if lse is not None:
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
     state = builder.state.flashinfer
-    assert state.row_lengths[:rows].tolist() == lengths
+    assert state.planner.row_lengths[:rows].tolist() == lengths
     return SimpleNamespace(out=out, lse=lse, state=state, metadata=metadata)
 
 
@@ -110,7 +113,8 @@ def test_contexts_around_topk(made, kpool, rope):
 @needs_kernel
 def test_rows_of_one_request_straddle_topk(made):
     done = step([1, 6, 3, 1], [700, TOPK + 3, 3, 1], kpool=4)
-    assert done.state.row_lengths[1:7].tolist() == [126, 127, 128, 129, 130, 131]
+    lengths = done.state.planner.row_lengths
+    assert lengths[1:7].tolist() == [126, 127, 128, 129, 130, 131]
 
 
 @needs_kernel
@@ -133,20 +137,22 @@ def test_many_heads_take_two_thread_blocks(made):
 
 
 @needs_kernel
-def test_a_selection_shorter_than_its_length_is_safe(made):
-    """A dummy forward may select less than the lengths say: no slot -1 is followed."""
+def test_a_selection_shorter_than_its_length_is_exact(made):
+    """A draft step that reuses a selection, or a dummy forward: the counts decide."""
+    random = torch.Generator().manual_seed(1)
     builder, layer = utils.make_builder(backend, CPU, 4, 64, topk=TOPK, width=WIDTH)
-    cam = utils.common_metadata([1, 1], [100, 100])
+    cam = utils.common_metadata([1] * 4, [700, 700, 100, 100])
     metadata = builder.build(0, cam)
-    layer.impl.topk_indices_buffer[0, :3] = torch.tensor([7, 1, 5])
-    cache = torch.ones(8, 64, 576, dtype=torch.bfloat16)
-    q = torch.zeros(2, 4, 576, dtype=torch.bfloat16)
+    chosen, _ = utils.select(cam, 4, WIDTH, TOPK, 1, random)
+    chosen[0, 40:] = chosen[1, :200] = chosen[2] = -1
+    layer.impl.topk_indices_buffer[:4] = chosen
+    cache, slots = utils.make_cache(cam, chosen, 64, False, random)
+    q = torch.randn(4, 4, 576, generator=random).to(torch.bfloat16)
     query = (q[..., :512], q[..., 512:])
     out, _ = layer.impl.forward_mqa(query, cache, metadata, layer)
-    assert bool((out == 1).all())
-    slots = builder.state.slots
-    assert slots[0, :4].tolist() == [64 + 7, 64 + 1, 64 + 5, 64 + 7]
-    assert slots[1, :100].tolist() == [0] * 100 and slots[1, 100].item() == -1
+    want, _ = utils.reference(q, slots, chosen, cam, layer.impl.scale, 64)
+    torch.testing.assert_close(out.double(), want, atol=0.02, rtol=0.02)
+    assert bool((out[2] == 0).all())
 
 
 @needs_kernel

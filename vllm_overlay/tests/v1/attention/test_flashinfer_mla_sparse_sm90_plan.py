@@ -214,7 +214,7 @@ def test_a_device_with_too_many_thread_blocks_is_refused():
     info, used = utils.plan_info(shape)
     layout = WorkspaceLayout.from_plan(info, used, shape)
     with pytest.raises(ValueError, match="fewer than 256 thread blocks"):
-        DevicePlanner(layout, torch.empty(0), torch.empty(0), 2048, 1)
+        DevicePlanner(layout, torch.empty(0), 1, 2048, 1)
 
 
 # -- the kernel --------------------------------------------------------------------
@@ -234,12 +234,16 @@ def run_kernel(shape, query_lens, seq_lens, topk, kpool, padding=0):
         return torch.tensor(values or [0], dtype=torch.int32, device=DEVICE)
 
     workspace = torch.full((used // 4,), -7, dtype=torch.int32, device=DEVICE)
-    lengths = torch.full((rows + 1,), -7, dtype=torch.int32, device=DEVICE)
-    planner = DevicePlanner(layout, workspace, lengths, topk, kpool)
+    planner = DevicePlanner(layout, workspace, rows + 1, topk, kpool)
+    lengths = planner.row_lengths.fill_(-7)
     planner(rows, tensor(starts), tensor(seq_lens), len(query_lens), tensor(requests))
     assert lengths[rows].item() == -7, "a length past the rows was written"
     want = row_kv_lengths(starts, seq_lens, rows, topk, kpool, shape.width)
-    return layout.read(workspace), lengths[:rows].tolist(), want
+    got = layout.read(workspace)
+    # What limits a row's items starts from the plan's own.
+    planner.limit(tensor([shape.width] * rows)[:rows])
+    assert layout.read(workspace) == got
+    return got, lengths[:rows].tolist(), want
 
 
 @needs_kernel
@@ -285,13 +289,38 @@ def test_kernel_leaves_nothing_of_a_larger_batch():
     info, used = utils.plan_info(shape)
     layout = WorkspaceLayout.from_plan(info, used, shape)
     workspace = torch.zeros(used // 4, dtype=torch.int32, device=DEVICE)
-    lengths = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    planner = DevicePlanner(layout, workspace, lengths, 2048, 1)
+    planner = DevicePlanner(layout, workspace, 64, 2048, 1)
     starts = torch.arange(9, dtype=torch.int32, device=DEVICE)
     for contexts in ([2000] * 8, [0, 300] + [0] * 6, [0] * 8):
         seq_lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
         planner(8, starts, seq_lens, 8, starts)
         assert layout.read(workspace) == reference_schedule(contexts, shape)
+
+
+@needs_kernel
+@pytest.mark.parametrize("heads", [8, 96])
+def test_limit_shortens_a_row_s_items_to_its_count(heads):
+    """And the next layer's counts start from the plan again."""
+    shape = geometry(heads, thread_blocks=16)
+    info, used = utils.plan_info(shape)
+    layout = WorkspaceLayout.from_plan(info, used, shape)
+    workspace = torch.zeros(used // 4, dtype=torch.int32, device=DEVICE)
+    planner = DevicePlanner(layout, workspace, 6, 2048, 1)
+    contexts = [2000, 2000, 100, 64, 1, 0]
+    starts = torch.arange(7, dtype=torch.int32, device=DEVICE)
+    seq_lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    planner(6, starts, seq_lens, 6, starts)
+    planned = layout.read(workspace)
+    for counts in ([700, 0, 99, 64, 0, 3], [2000, 1999, 1, 0, 1, 0], contexts):
+        planner.limit(torch.tensor(counts, dtype=torch.int32, device=DEVICE))
+        limited = layout.read(workspace)
+        assert limited.merges == planned.merges
+        assert limited.work_indptr == planned.work_indptr
+        for item, before in zip(limited.items, planned.items):
+            length = min(counts[item.q_indptr], contexts[item.q_indptr])
+            end = max(min(before.kv_end, length), before.kv_start)
+            assert item == replace(before, kv_len=length, kv_end=end)
+    assert limited == planned
 
 
 def test_the_kernel_s_names_are_the_layout_s():

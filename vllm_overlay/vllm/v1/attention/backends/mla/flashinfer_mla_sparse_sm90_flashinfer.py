@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vllm.platforms import current_platform
-from vllm.triton_utils import tl, triton
+from vllm.triton_utils import triton
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
     CTA_HEADS,
     Geometry,
@@ -37,29 +37,6 @@ LATENT = 512
 MAX_HEADS = 2 * CTA_HEADS
 KNOWN_FLASHINFER = "0.7.2.post1"
 _MIB = 1 << 20
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots", "counts", "row_lengths"])
-def _fill_short_rows_kernel(
-    slots,  # int32 [rows, WIDTH]
-    counts,  # int32 [rows]
-    row_lengths,  # int32 [rows]
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    # A dummy forward (profiling, graph capture) may select fewer slots than its lengths
-    # say. The kernel would follow slot -1, so repeat the row's first slot there.
-    row = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts + row)
-    length = tl.load(row_lengths + row)
-    if count < length:
-        first = tl.maximum(tl.load(slots + row * WIDTH), 0)
-        columns = tl.arange(0, BLOCK)
-        tl.store(
-            slots + row * WIDTH + columns,
-            tl.zeros([BLOCK], tl.int32) + first,
-            mask=(columns >= count) & (columns < length),
-        )
 
 
 @dataclass(frozen=True)
@@ -143,7 +120,6 @@ class FlashInferSparseDecode:
             triton.cdiv(partial_bytes, _MIB) * _MIB, dtype=torch.uint8, device=device
         )
         self.wrapper = BatchMLAPagedAttentionWrapper(self.workspace, backend="fa3")
-        self.row_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._check_plans()
         probe = self._probe()
         theirs = self._run_probe_as_planned(probe)
@@ -152,7 +128,7 @@ class FlashInferSparseDecode:
         layout = self._host_plan([self.width] * max_rows, slots.view(-1))
         self._check_slots_are_shared()
         self.planner = DevicePlanner(
-            layout, self._int_workspace(), self.row_lengths, index_topk, index_kpool
+            layout, self._int_workspace(), max_rows, index_topk, index_kpool
         )
         self._check_kernel(probe, theirs)
 
@@ -304,6 +280,7 @@ class FlashInferSparseDecode:
         starts = on_device(range(rows + 1))
         self.slots[:rows] = probe.table
         self.plan(rows, starts, on_device(probe.contexts), rows, starts)
+        self.planner.limit(on_device(probe.lengths))
         ours = self._run_probe(probe)
         self.slots[:rows] = 0
         for name, left, right in zip(("output", "LSE"), ours, theirs):
@@ -370,11 +347,5 @@ class FlashInferSparseDecode:
             fp32, or None without ``return_lse``. A row of length 0 gives 0 and -inf.
 
         """
-        _fill_short_rows_kernel[(counts.shape[0],)](
-            self.slots,
-            counts,
-            self.row_lengths,
-            WIDTH=self.width,
-            BLOCK=triton.next_power_of_2(self.width),
-        )
+        self.planner.limit(counts)
         return self._run(q_nope, q_pe, cache, k_scale)

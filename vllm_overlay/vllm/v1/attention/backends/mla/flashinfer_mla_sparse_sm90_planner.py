@@ -7,6 +7,10 @@ One launch, one program for 256 rows. A program sums the rows' cost over the who
 own (its first item, partial row and merge entry), then writes its own rows. Nothing is
 exchanged between programs, so the result doesn't depend on their order.
 
+A layer may select fewer slots than its lengths say: a draft step that reuses an earlier
+selection, or a dummy forward. ``DevicePlanner.limit`` then shortens the layer's work
+items to the counts of its slot conversion, so the kernel never leaves the valid slots.
+
 Lengths come from ``query_start_loc``, ``seq_lens`` and the rows' requests on the
 device: they are exact whatever the host knows, and one captured graph serves any.
 """
@@ -74,6 +78,8 @@ def _line_clusters(start, tiles, share, COST: tl.constexpr, TILE: tl.constexpr):
 def _plan_sparse_mla_kernel(
     workspace,  # int32, FlashInfer's integer workspace
     row_lengths,  # int32 [max rows]
+    row_items,  # int32 [max rows + 1], first item of each row
+    planned_ends,  # int32 [capacity], kv_end of each item
     query_start_loc,  # int32 [num_reqs + 1]
     seq_lens,  # int32 [num_reqs]
     req_id_per_token,  # int32 [num_rows]
@@ -201,6 +207,7 @@ def _plan_sparse_mla_kernel(
     partial = (partial_base + tl.cumsum(split, 0) - split) * HEADS
     entries, chunk = _merge_entries(pieces, HEADS, CLUSTER)
     merge = merge_base + tl.cumsum(entries, 0) - entries
+    tl.store(row_items + rows, item, mask=mine)
 
     # The last cluster of the row before, to fill work_indptr without gaps.
     length_before = _row_lengths(
@@ -239,7 +246,9 @@ def _plan_sparse_mla_kernel(
         tl.store(at + KV_LEN, length, mask=write)
         tl.store(at + Q_START, tl.zeros([BLOCK], tl.int32), mask=write)
         tl.store(at + KV_START, TILE * from_tile, mask=write)
-        tl.store(at + KV_END, tl.minimum(TILE * to_tile, length), mask=write)
+        kv_end = tl.minimum(TILE * to_tile, length)
+        tl.store(at + KV_END, kv_end, mask=write)
+        tl.store(planned_ends + item + k, kv_end, mask=write)
         cluster = cluster_before + 1 + k
         tl.store(
             workspace + WORK_INDPTR + cluster,
@@ -261,6 +270,7 @@ def _plan_sparse_mla_kernel(
 
     if program == blocks - 1:
         item_total = item_base + tl.sum(pieces, 0)
+        tl.store(row_items + num_rows, item_total)
         idle = tl.max(last, 0) + 1 + lanes
         tl.store(
             workspace + WORK_INDPTR + idle,
@@ -276,13 +286,37 @@ def _plan_sparse_mla_kernel(
         tl.store(workspace + MERGE_PARTIAL_END + unused, nothing, mask=clear)
 
 
+@triton.jit(do_not_specialize_on_alignment=["counts"])
+def _limit_rows_kernel(
+    workspace,  # int32, FlashInfer's integer workspace
+    row_lengths,  # int32 [rows]
+    row_items,  # int32 [rows + 1]
+    planned_ends,  # int32 [capacity]
+    counts,  # int32 [rows]
+    KV_LEN: tl.constexpr,
+    KV_START: tl.constexpr,
+    KV_END: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    # Always from the plan, as an earlier layer may have shortened the items. A piece
+    # past the count gets kv_end = kv_start: the kernel gives 0 and LSE -inf for it.
+    row = tl.program_id(0)
+    length = tl.minimum(tl.load(row_lengths + row), tl.load(counts + row))
+    items = tl.load(row_items + row) + tl.arange(0, PIECES)
+    mine = items < tl.load(row_items + row + 1)
+    end = tl.minimum(tl.load(planned_ends + items, mask=mine, other=0), length)
+    start = tl.load(workspace + KV_START + items, mask=mine, other=0)
+    tl.store(workspace + KV_LEN + items, length, mask=mine)
+    tl.store(workspace + KV_END + items, tl.maximum(end, start), mask=mine)
+
+
 class DevicePlanner:
     """Writes one step's schedule into FlashInfer's integer workspace.
 
     Args:
         layout: Where FlashInfer's kernel looks.
         workspace: FlashInfer's integer workspace, int32.
-        row_lengths: Gets each row's length, int32 ``[max rows]``.
+        max_rows: The most rows of a forward.
         index_topk: Tokens that the indexer keeps of a longer context.
         index_kpool: Tokens that it pools; 1 without pooling.
 
@@ -296,7 +330,7 @@ class DevicePlanner:
         self,
         layout: WorkspaceLayout,
         workspace: torch.Tensor,
-        row_lengths: torch.Tensor,
+        max_rows: int,
         index_topk: int,
         index_kpool: int,
     ) -> None:
@@ -309,7 +343,19 @@ class DevicePlanner:
                 f"{geometry.thread_blocks} and {tiles}"
             )
         self.workspace = workspace
-        self.row_lengths = row_lengths
+
+        def buffer(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=workspace.device)
+
+        self.row_lengths = buffer(max_rows)
+        self.row_items = buffer(max_rows + 1)
+        self.planned_ends = buffer(layout.capacity)
+        self._offsets = {
+            name.upper(): layout.offsets[name]
+            for name in ("kv_len", "kv_start", "kv_end")
+        }
+        # The share is at least a tile, so a row has at most a piece a tile.
+        self._max_pieces = triton.next_power_of_2(tiles)
         self._constants = dict(
             TOPK=index_topk,
             KPOOL=index_kpool,
@@ -350,10 +396,31 @@ class DevicePlanner:
         _plan_sparse_mla_kernel[(max(triton.cdiv(num_rows, BLOCK_ROWS), 1),)](
             self.workspace,
             self.row_lengths,
+            self.row_items,
+            self.planned_ends,
             query_start_loc,
             seq_lens,
             req_id_per_token,
             num_rows,
             num_reqs,
             **self._constants,
+        )
+
+    def limit(self, counts: torch.Tensor) -> None:
+        """Shorten the planned rows to what a layer really selected. One launch.
+
+        Args:
+            counts: Valid entries of each row in the slot table, int32 ``[rows]``, on
+                the device. More than planned changes nothing.
+
+        """
+        _limit_rows_kernel[(counts.shape[0],)](
+            self.workspace,
+            self.row_lengths,
+            self.row_items,
+            self.planned_ends,
+            counts,
+            PIECES=self._max_pieces,
+            num_warps=1,
+            **self._offsets,
         )

@@ -62,6 +62,16 @@ def planned(monkeypatch, made):
     return made
 
 
+def mapped(query_lens, seq_lens):
+    """A batch whose rows' requests are known: finding them takes a Triton kernel."""
+    cam = utils.common_metadata(query_lens, seq_lens)
+    requests = torch.arange(len(query_lens), dtype=torch.int32)
+    cam._token_to_req_indices_cache = requests.repeat_interleave(
+        torch.tensor(query_lens)
+    )
+    return cam
+
+
 class RecordingFp8:
     """Stands for the FP8 kernel."""
 
@@ -236,7 +246,7 @@ def test_rows_that_mha_takes_are_not_planned(planned, decodes, use_mha):
     query_lens, seq_lens = [1] * decodes + [300], [40] * decodes + [300]
     # A long extend isn't short enough to be decoded.
     builder.reorder_batch_threshold = 8
-    cam = utils.common_metadata(query_lens, seq_lens)
+    cam = mapped(query_lens, seq_lens)
     metadata = builder.build(0, cam)
     assert metadata.num_prefills == 1
     (call,) = builder.state.flashinfer.planner.calls
@@ -249,7 +259,7 @@ def test_rows_that_mha_takes_are_not_planned(planned, decodes, use_mha):
 
 def test_a_forward_of_other_rows_than_planned_is_refused(planned):
     builder, layer = utils.make_builder(backend, CPU, 4, 64)
-    metadata = builder.build(0, utils.common_metadata([1, 1], [9, 9]))
+    metadata = builder.build(0, mapped([1, 1], [9, 9]))
     q = torch.zeros(3, 4, 576, dtype=torch.bfloat16)
     cache = torch.zeros(8, 64, 576, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match="2 rows are planned, the query has 3"):
@@ -261,7 +271,7 @@ def test_plan_inside_a_capture_is_an_error(monkeypatch, planned):
     builder.state.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="outside CUDA graphs"):
-        builder.build(0, utils.common_metadata([1], [9]))
+        builder.build(0, mapped([1], [9]))
     assert not builder.state.flashinfer.planner.calls
 
 

@@ -54,7 +54,7 @@ def host_schedule(lengths, starts, geometry):
     small = {8: 32, 16: 64, 32: 128, 64: 192}
     limit = next((v for k, v in small.items() if mean <= k), ceil_div(mean, 256) * 256)
     heap = [(0, cluster) for cluster in range(clusters)]
-    owned = [[] for _ in range(clusters)]
+    owned: list[list[WorkItem]] = [[] for _ in range(clusters)]
     merges, partial = [], 0
     for row, length in enumerate(lengths):
         pieces = max(ceil_div(length, limit), 1)
@@ -198,10 +198,9 @@ class FakeWrapper:
 def install(monkeypatch, thread_blocks=8, wrapper=FakeWrapper, version=VERSION):
     """Put the stand-in where ``flashinfer`` is imported; give the wrappers made."""
     package, mla = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
-    package.__version__ = version
-    mla.BatchMLAPagedAttentionWrapper = wrapper
-    mla.MLAPlanMetadata = SimpleNamespace(csr=lambda **kw: SimpleNamespace(**kw))
-    package.mla = mla
+    csr = SimpleNamespace(csr=lambda **kw: SimpleNamespace(**kw))
+    vars(mla).update(BatchMLAPagedAttentionWrapper=wrapper, MLAPlanMetadata=csr)
+    vars(package).update(__version__=version, mla=mla)
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
     monkeypatch.setattr(

@@ -275,19 +275,15 @@ def test_plan_inside_a_capture_is_an_error(monkeypatch, planned):
     assert not builder.state.flashinfer.planner.calls
 
 
-def test_a_layer_of_another_backend_is_refused(planned, monkeypatch):
-    monkeypatch.setattr(backend, "FlashInferMLASparseSM90Impl", SimpleNamespace)
+def test_a_layer_of_another_backend_is_refused(monkeypatch):
+    parent = backend.FlashInferMLASparseMetadataBuilder
+    monkeypatch.setattr(parent, "__init__", lambda *_: None)
+    layer = SimpleNamespace(impl=SimpleNamespace())
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"attn": layer})
+    )
     with pytest.raises(TypeError, match="got SimpleNamespace in attn"):
-        monkeypatch.undo()
-        layer = SimpleNamespace(impl=SimpleNamespace(), prefill_backend=None)
-        builder = object.__new__(backend.FlashInferMLASparseSM90Builder)
-        monkeypatch.setattr(
-            backend.FlashInferMLASparseMetadataBuilder, "__init__", lambda *_: None
-        )
-        config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context={"attn": layer})
-        )
-        builder.__init__(None, ["attn"], config, CPU)
+        backend.FlashInferMLASparseSM90Builder(None, ["attn"], config, CPU)
 
 
 # -- FP8 ---------------------------------------------------------------------------
@@ -421,8 +417,8 @@ def selection(monkeypatch, tmp_path):
     """A machine where everything is there; tests take parts away."""
     spec = SimpleNamespace(name="batch_mla", is_aot=False, is_compiled=False)
     jit = ModuleType("flashinfer.jit")
-    jit.env = SimpleNamespace(FLASHINFER_JIT_DIR=tmp_path / "cache" / "ops")
-    jit.gen_batch_mla_module = lambda *args: spec
+    env = SimpleNamespace(FLASHINFER_JIT_DIR=tmp_path / "cache" / "ops")
+    vars(jit).update(env=env, gen_batch_mla_module=lambda *args: spec)
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
     monkeypatch.setattr(backend, "has_flashinfer_sm90_nope_mla", lambda: True)

@@ -34,7 +34,7 @@ try:
     from tests.v1.attention import flashinfer_mla_sparse_sm90_utils as utils
 except ImportError:  # as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).parent))
-    import flashinfer_mla_sparse_sm90_utils as utils
+    import flashinfer_mla_sparse_sm90_utils as utils  # type: ignore[no-redef]
 
 TOPK, WIDTH = 2048, 2176
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -332,6 +332,7 @@ def test_zero_rows():
 def load_stock(path):
     """Upstream's module under another name."""
     spec = importlib.util.spec_from_file_location("stock_sparse_sm90", path)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -461,11 +462,11 @@ def measure(stock, heads, fp8, rows_list):
 
 
 def parent_build_us(side):
-    parent = super(type(side.builder), side.builder)
+    parent = ours.FlashInferMLASparseMetadataBuilder
 
     def build():
         side.cam._token_to_req_indices_cache = None
-        parent.build(0, side.cam)
+        parent.build(side.builder, 0, side.cam)
 
     return host_us(build)
 

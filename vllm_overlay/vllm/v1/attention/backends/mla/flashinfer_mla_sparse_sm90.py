@@ -204,6 +204,9 @@ class _SM90State:
         if kv_lora_rank != LATENT:
             raise ValueError(f"kv_lora_rank must be {LATENT}, got {kv_lora_rank}")
         self.device = device
+        self.kv_dtype = kv_dtype
+        self.index_topk = index_topk
+        self.index_kpool = max(index_kpool, 1)
         # Captured graphs read both, so they are made once.
         self.slots = torch.zeros(
             max_tokens, topk_width, dtype=torch.int32, device=device
@@ -227,7 +230,7 @@ class _SM90State:
                 sm_scale,
                 self.slots,
                 index_topk,
-                max(index_kpool, 1),
+                self.index_kpool,
                 return_lse,
             )
 

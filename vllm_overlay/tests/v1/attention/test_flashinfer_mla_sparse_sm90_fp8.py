@@ -475,9 +475,10 @@ def test_scratch_is_bounded_and_made_once():
 @pytest.mark.parametrize("blocks", [1, 7, 64, 133, 200, 512, 4096])
 def test_splits_never_cost_more_waves_than_they_save(blocks):
     tiles, at_once = 32, 264
-    splits = module.choose_splits(blocks, tiles, at_once)
+    splits = module.choose_splits(blocks, tiles, 132, 2, 8)
     waves = math.ceil(blocks * splits / at_once) * math.ceil(tiles / splits)
     assert waves <= math.ceil(blocks / at_once) * tiles
+    assert splits == 1 or blocks * splits <= 4 * at_once
 
 
 def test_construction_names_every_reason():
@@ -531,7 +532,7 @@ def test_compiles_for_hopper(heads, rope, real_kernels):
     constants = dict(
         HB=tile.heads, ROPE_PAIRS=rope // 2, BN=tile.tokens, NS=tile.stages,
         NW=tile.warps, DS=tile.pair_step, TS=tile.token_step, LANES=tile.lanes,
-        OVERLAP=tile.overlap, SPLIT=True,
+        SPLIT=True,
     )  # fmt: skip
     types = {name: "*i32" for name in ("q_nope", "q_pe", "slots", "lens", "out")}
     types |= {name: "*fp32" for name in ("lse", "part", "part_lse")}
@@ -547,10 +548,11 @@ def test_compiles_for_hopper(heads, rope, real_kernels):
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", 90, 32),
-        options=dict(num_warps=tile.warps, maxnreg=tile.registers),
+        options=dict(num_warps=tile.warps),
     )
-    blocks = 227 * 1024 // (compiled.metadata.shared + 1024)
-    assert blocks >= tile.blocks_per_sm
+    # The estimate that decides how many blocks are thought to run at once.
+    estimate = tile.shared_bytes(rope) - 1024
+    assert estimate <= compiled.metadata.shared <= estimate + 512
     assert "ldmatrix" in compiled.asm["ptx"] and "cp.async" in compiled.asm["ptx"]
 
 

@@ -32,14 +32,17 @@ from dataclasses import dataclass
 import torch
 
 from vllm.triton_utils import HAS_TRITON, LOG2E, gl, gluon, triton
-from vllm.utils.math_utils import cdiv
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 LATENT = 512
 ROPE = 64
 LATENT_PAIRS = gl.constexpr(256)
 MAX_HEADS = 128
+SHARED_BYTES = 228 * 1024
+"""Shared memory of an SM on Hopper."""
 MAX_SPLITS = 64
-"""Size of the merge's tile of partials."""
+MERGE_VALUES = 2048
+"""Splits x pairs of values that a block of the merge holds."""
 
 _jit = gluon.jit if HAS_TRITON else triton.jit  # the latter a stub that does nothing
 
@@ -149,10 +152,10 @@ def _scores(
     return even_acc, odd_acc
 
 
-# All but the cache, whose 16-byte alignment the copies need: one binary serves every
-# stride and address, so nothing compiles after the warm-up.
+# All but the cache, whose 16-byte alignment the copies need, and our own scratch: one
+# binary serves every stride and address, so nothing compiles after the warm-up.
 _NEVER_SPECIALIZE = [
-    *("q_nope", "q_pe", "slots", "lens", "out", "lse", "part", "part_lse"),
+    *("q_nope", "q_pe", "slots", "lens", "out", "lse", "part_lse"),
     *("qn_row", "qn_head", "qp_row", "qp_head", "chunks", "slot_row"),
     *("out_row", "out_head", "lse_row", "lse_head"),
     *("width", "heads", "splits", "has_lse"),
@@ -194,7 +197,6 @@ def _decode_kernel(
     DS: gl.constexpr,  # words of a tile's row that a step of Q K^T converts
     TS: gl.constexpr,  # tokens that a step of P V converts
     LANES: gl.constexpr,  # threads that copy a stretch of a row together
-    OVERLAP: gl.constexpr,  # launched before the kernel in front has ended
     SPLIT: gl.constexpr,
 ):
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [NW, 1], [1, 0])
@@ -206,8 +208,6 @@ def _decode_kernel(
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
     AHEAD: gl.constexpr = NS - 1 if NS > 1 else 1  # tiles that are under way
 
-    if OVERLAP:
-        _launch_control(_WAIT_ASM)
     if SPLIT:
         # The merge may get ready; it waits for this grid's end before it reads.
         _launch_control(_LAUNCH_DEPENDENTS_ASM)
@@ -348,17 +348,8 @@ def _decode_kernel(
 
 @_jit(
     do_not_specialize=[
-        "part",
-        "part_lse",
-        "out",
-        "lse",
-        "heads",
-        "splits",
-        "out_row",
-        "out_head",
-        "lse_row",
-        "lse_head",
-        "has_lse",
+        *("part_lse", "out", "lse", "heads", "splits"),
+        *("out_row", "out_head", "lse_row", "lse_head", "has_lse"),
     ]
 )
 def _merge_kernel(
@@ -373,17 +364,13 @@ def _merge_kernel(
     lse_row,
     lse_head,
     has_lse,
-    MAX: gl.constexpr,  # splits of the tile
+    MAX: gl.constexpr,  # the splits, up to a power of 2
     PAIRS: gl.constexpr,  # pairs that a block merges
-    OVERLAP: gl.constexpr,
 ):
     """Merge the partials of one row and head; the grid's second axis cuts the pairs."""
-    tile: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    gl.inline_asm_elementwise(
-        _WAIT_ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    if OVERLAP:
-        _launch_control(_LAUNCH_DEPENDENTS_ASM)
+    # One warp, and a thread holds all splits of its pairs: no exchange, no barrier.
+    tile: gl.constexpr = gl.BlockedLayout([MAX, PAIRS // 32], [1, 32], [1, 1], [1, 0])
+    _launch_control(_WAIT_ASM)
     row = gl.program_id(0) // heads
     head = gl.program_id(0) % heads
     row64 = row.to(gl.int64)
@@ -427,45 +414,70 @@ class Tile:
     """Words of each token that one step of Q K^T converts: 64, 128 or 256."""
     token_step: int = 16
     """Tokens that one step of P V converts: a multiple of 16."""
-    blocks_per_sm: int = 2
-    """Blocks that run at once on an SM, by shared memory and registers."""
-    registers: int | None = None
-    """Registers of a thread at most, or None to leave it to the compiler."""
+    blocks_by_registers: int = 2
+    """Blocks that run at once on an SM as far as registers go."""
     lanes: int = 8
     """Threads that copy a stretch of 16 bytes each of one token's row: 4 to 32. Few
     mean that a thread looks up few slots."""
-    overlap: bool = True
-    """Launch the kernel while the one in front of it ends; it waits before it reads."""
+
+    def shared_bytes(self, rope_dim: int) -> int:
+        """Shared memory of a block: the tiles, the query, P and the driver's 1 KiB."""
+        dim = LATENT + rope_dim
+        query = 2 * self.heads * dim
+        return (
+            self.stages * self.tokens * dim
+            + query
+            + 2 * self.tokens * self.heads
+            + 1024
+        )
+
+    def blocks_per_sm(self, rope_dim: int) -> int:
+        """Blocks that run at once on an SM."""
+        return min(
+            SHARED_BYTES // self.shared_bytes(rope_dim), self.blocks_by_registers
+        )
 
 
 def choose_tile(heads: int) -> Tile:
-    """The tile for a number of heads."""
-    return Tile(heads=8 if heads <= 8 else 16, tokens=64, stages=2, warps=4)
+    """The measured tile for a number of heads."""
+    if heads <= 8:
+        return Tile(heads=8, tokens=64, stages=2, warps=4, blocks_by_registers=4)
+    return Tile(heads=16, tokens=64, stages=2, warps=4, token_step=32)
 
 
 @functools.cache
-def choose_splits(blocks: int, tiles: int, at_once: int) -> int:
+def choose_splits(
+    blocks: int, tiles: int, sms: int, per_sm: int, tile_heads: int
+) -> int:
     """Splits of a row's KV so that the grid fills the device evenly.
 
     Args:
         blocks: Blocks of the grid without splitting: rows x head blocks.
         tiles: Tiles of a row of full width.
-        at_once: Blocks that run on the device at once.
+        sms: Multiprocessors.
+        per_sm: Blocks that run at once on one.
+        tile_heads: Heads of a block, whose partial results a split writes.
 
     Returns:
-        The splits with the least ``waves x (tiles of a split + 1)``, where the 1 is a
-        block's start and end, and any splitting costs one more for the merge. From two
-        full waves on 1, which also bounds the scratch.
+        The splits with the least estimated time, in units of a tile on an otherwise
+        idle SM. k blocks on an SM slow each other down to 0.7 k (measured for 2). A
+        block's start costs a tile, its partial results as much as they have bytes, and
+        the merge another tile. Partial results stay below 4 full waves.
 
     """
-    if blocks >= 2 * at_once:
-        return 1
 
-    def cost(splits: int) -> tuple[int, int]:
-        waves = cdiv(blocks * splits, at_once)
-        return waves * (cdiv(tiles, splits) + 1) + (splits > 1), splits
+    def cost(splits: int) -> tuple[float, int]:
+        full, rest = divmod(blocks * splits, sms * per_sm)
+        slow = full * max(1.0, 0.7 * per_sm)
+        if rest:
+            slow += max(1.0, 0.7 * cdiv(rest, sms))
+        share = cdiv(tiles, splits) + 1
+        if splits == 1:
+            return slow * share, splits
+        return slow * (share + tile_heads / 16) + 1, splits
 
-    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost)
+    most = min(tiles, MAX_SPLITS, 4 * sms * per_sm // blocks)
+    return min(range(1, max(most, 1) + 1), key=cost)
 
 
 class SparseFp8Decode:
@@ -522,10 +534,11 @@ class SparseFp8Decode:
         )
         self.tile = tile or choose_tile(heads)
         self._forced_splits = splits
-        sms = 132
+        self._sms = 132
         if self.device.type == "cuda":
-            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._at_once = sms * self.tile.blocks_per_sm
+            properties = torch.cuda.get_device_properties(self.device)
+            self._sms = properties.multi_processor_count
+        self._per_sm = self.tile.blocks_per_sm(rope_dim)
         self._head_blocks = cdiv(heads, self.tile.heads)
         self._tiles = cdiv(topk_width, self.tile.tokens)
         counts = (self.num_splits(rows) * rows for rows in range(1, max_rows + 1))
@@ -553,7 +566,13 @@ class SparseFp8Decode:
         """Splits of each row's KV in a call of ``rows`` rows; never the lengths."""
         if self._forced_splits is not None:
             return self._forced_splits
-        return choose_splits(rows * self._head_blocks, self._tiles, self._at_once)
+        return choose_splits(
+            rows * self._head_blocks,
+            self._tiles,
+            self._sms,
+            self._per_sm,
+            self.tile.heads,
+        )
 
     def _check(self, q_nope, q_pe, cache, slots, lens, out, lse) -> None:
         rows, heads, rope = q_nope.shape[0], self.heads, self.rope_dim
@@ -656,20 +675,22 @@ class SparseFp8Decode:
             float(softmax_scale) * float(k_scale) * LOG2E, float(k_scale),
             HB=tile.heads, ROPE_PAIRS=self.rope_dim // 2, BN=tile.tokens,
             NS=tile.stages, NW=tile.warps, DS=tile.pair_step, TS=tile.token_step,
-            LANES=tile.lanes, OVERLAP=tile.overlap, SPLIT=splits > 1,
-            num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=tile.overlap,
+            LANES=tile.lanes, SPLIT=splits > 1, num_warps=tile.warps,
         )  # fmt: skip
         if splits > 1:
-            _merge_kernel[(rows * heads, 4)](
+            most = max(next_power_of_2(splits), 4)
+            pairs = min(MERGE_VALUES // most, 128)
+            _merge_kernel[(rows * heads, LATENT // 2 // pairs)](
                 self._part, self._part_lse, out32, lse_to, heads, splits,
                 out32.stride(0), out32.stride(1), lse_row, lse_head, has_lse,
-                MAX=MAX_SPLITS, PAIRS=64, OVERLAP=tile.overlap,
-                num_warps=4, launch_pdl=True,
+                MAX=most, PAIRS=pairs, num_warps=1, launch_pdl=True,
             )  # fmt: skip
 
     def warm_up(self) -> None:
         """Compile all that ``decode`` may launch, by running each kernel once."""
-        rows = {self.num_splits(r) > 1: r for r in range(self.max_rows, 0, -1)}
+        splits = {r: self.num_splits(r) for r in range(self.max_rows, 0, -1)}
+        # One binary for unsplit rows and one for all others; a merge for each power.
+        rows = {next_power_of_2(max(n, 4)) * (n > 1): r for r, n in splits.items()}
         for n in rows.values():
             make = dict(device=self.device)
             q = torch.zeros(n, self.heads, LATENT, dtype=torch.bfloat16, **make)

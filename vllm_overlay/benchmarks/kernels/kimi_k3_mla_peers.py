@@ -286,18 +286,24 @@ CONTENDERS: dict[str, Callable[[Batch], Contender]] = {
 def load_flashmla(where: Path | None) -> None:
     """Register FLASHMLA's FP8 operators, from vLLM or from a shared object.
 
+    A process can register them once only, so an importable vLLM comes first.
+
     Args:
-        where: ``_flashmla_extension_C.abi3.so`` or its folder; None: vLLM's own.
+        where: ``_flashmla_extension_C.abi3.so`` or its folder, for a machine without
+            vLLM; None: vLLM's own.
 
     """
-    if where is not None:
-        file = where / "_flashmla_extension_C.abi3.so" if where.is_dir() else where
-        torch.ops.load_library(str(file))
-        return
     try:
         importlib.import_module("vllm._flashmla_extension_C")
     except ImportError as error:
-        print(f"{FLASHMLA}: not loaded from vLLM: {error}")
+        if where is None:
+            print(f"{FLASHMLA}: not loaded from vLLM: {error}")
+            return
+        file = where / "_flashmla_extension_C.abi3.so" if where.is_dir() else where
+        torch.ops.load_library(str(file))
+    else:
+        if where is not None:
+            print(f"{FLASHMLA}: vLLM's own is used, not {where}")
 
 
 def flashmla_missing() -> str | None:

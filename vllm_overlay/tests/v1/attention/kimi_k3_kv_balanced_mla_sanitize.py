@@ -7,10 +7,13 @@
 Planner, decode and combine of one tile, once. Inputs are made on the CPU, so that few
 kernels but ours run. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an
 allocation of its own and the tool sees accesses just behind it. ``--break`` hands over
-an LSE that is too short: a tool that works reports it.
+an LSE that is too short: a tool that works reports it. ``--every-lane`` is for
+racecheck: it follows a barrier only for the threads that arrive at it, and the kernel
+lets one lane arrive for its warp, behind a warp barrier.
 """
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -78,11 +81,16 @@ def main() -> int:
     made.add_argument("--tile", type=int, default=0, choices=range(len(HEADS_OF_TILE)))
     made.add_argument("--full", action="store_true", help="without the causal mask")
     made.add_argument("--break", dest="broken", action="store_true")
+    made.add_argument("--every-lane", action="store_true", help="see above")
     args = made.parse_args()
     reason = kernel_test.missing()
     if reason is not None:
         print(f"can't run: {reason}")
         return 2
+    if args.every_lane:
+        package = core.__name__.rpartition(".")[0]
+        kernel = importlib.import_module(package + ".sm90.decode_kernel")
+        kernel.DecodeKernel.every_lane_arrives = True
     splits = step(HEADS_OF_TILE[args.tile], not args.full, args.broken)
     print(f"ran tile {args.tile}, {splits} requests split")
     return 0 if splits else 3

@@ -22,8 +22,6 @@ Roles (512 threads): warp 0 producer, warps 4-7 softmax, warps 8-11 and 12-15 ou
     rope_empty  4 x cluster       softmax warps of both blocks -> producer
     p_full      4                 softmax warps -> output (one a unit's P)
     p_empty     8                 output warps -> softmax
-    l_full      4                 softmax warps -> output: 1 / row sum, a segment
-    l_empty     8                 output warps -> softmax
 
 A row that sees nothing gets output 0 and LSE -inf; a request of length 0 is visited by
 one group, which writes that.
@@ -176,13 +174,11 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             empty: cute.struct.MemRange[Int64, stages + rope_stages]
             p_full: cute.struct.MemRange[Int64, tile.p_units]
             p_empty: cute.struct.MemRange[Int64, tile.p_units]
-            l_full: cute.struct.MemRange[Int64, 1]
-            l_empty: cute.struct.MemRange[Int64, 1]
             alpha: cute.struct.MemRange[Float32, 64 * tile.p_stages]
             flags: cute.struct.Align[
                 cute.struct.MemRange[Int32, SOFTMAX_WARPS * tile.p_units], 16
             ]
-            inverse: cute.struct.MemRange[Float32, 64]
+            inverse: cute.struct.MemRange[Float32, 2 * 64]
             p: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(p_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(k_layout)], 1024]
             kr: cute.struct.Align[
@@ -278,8 +274,6 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             rope_empty=storage.empty.data_ptr() + tile.kv_stages,
             p_full=storage.p_full.data_ptr(),
             p_empty=storage.p_empty.data_ptr(),
-            l_full=storage.l_full.data_ptr(),
-            l_empty=storage.l_empty.data_ptr(),
             sAlpha=storage.alpha.get_tensor(
                 cute.make_layout((64, UNIT_TILES, tile.p_units))
             ),
@@ -288,7 +282,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
                     (SOFTMAX_WARPS, tile.p_units), stride=(1, SOFTMAX_WARPS)
                 )
             ),
-            sInverse=storage.inverse.get_tensor(cute.make_layout(64)),
+            sInverse=storage.inverse.get_tensor(cute.make_layout((64, 2))),
             sP=storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
             sK=storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
             sKr=storage.kr.get_tensor(kr_layout.outer, swizzle=kr_layout.inner),
@@ -306,10 +300,12 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
                     ctx.rope_empty + i, SOFTMAX_WARPS * tile.cluster
                 )
             for i in cutlass.range_constexpr(tile.p_units):
-                cute.arch.mbarrier_init(ctx.p_full + i, SOFTMAX_WARPS)
-                cute.arch.mbarrier_init(ctx.p_empty + i, OUTPUT_WARPS)
-            cute.arch.mbarrier_init(ctx.l_full, SOFTMAX_WARPS)
-            cute.arch.mbarrier_init(ctx.l_empty, OUTPUT_WARPS)
+                cute.arch.mbarrier_init(
+                    ctx.p_full + i, SOFTMAX_WARPS * self.arrivals_per_warp
+                )
+                cute.arch.mbarrier_init(
+                    ctx.p_empty + i, OUTPUT_WARPS * self.arrivals_per_warp
+                )
         if warp == 0:
             cpasync.prefetch_descriptor(k_atom)
             cpasync.prefetch_descriptor(kr_atom)

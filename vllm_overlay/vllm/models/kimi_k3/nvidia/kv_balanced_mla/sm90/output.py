@@ -13,6 +13,11 @@ zero and is added to fp32 registers. The usual unit does only that. A unit in wh
 row's reference moved, or which holds the request's last tokens, takes a slower path:
 tile by tile, accumulators times alpha, and V's bytes past the KV length masked to 0
 (they may be NaN patterns, and 0 x NaN is NaN).
+
+The divisor is the sum of the rounded probabilities, those of the product: with the sum
+of the unrounded ones a row of nearly equal scores, which e4m3 rounds alike, would come
+out up to 1/16 too large or too small. Four threads share a row, 16 tokens of each tile
+apiece; they read P from shared memory.
 """
 
 import cutlass
@@ -20,13 +25,24 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..config import LATENT, OUTPUT_M_TILES, TILE_TOKENS, UNIT_TILES, UNIT_TOKENS
-from .ptx import ldmatrix_x4_trans, or_of_four, pack_bf16x2
+from ..config import (
+    LATENT,
+    OUTPUT_M_TILES,
+    TILE_TOKENS,
+    UNIT_TILES,
+    UNIT_TOKENS,
+    WARPGROUP_THREADS,
+)
+from .ptx import ldmatrix_x4_trans, or_of_four, pack_bf16x2, sum_e4m3x16
 from .role import Role
 
 TILE_K_STEPS = TILE_TOKENS // 32
 UNIT_K_STEPS = UNIT_TOKENS // 32
 LATENT_STAGE_BYTES = TILE_TOKENS * LATENT
+SUM_THREADS = TILE_TOKENS // 16
+"""Threads that share the row sum of one query row."""
+OUTPUT_BARRIER = 1
+"""Named barrier of the output warpgroups."""
 
 
 class OutputRole(Role):
@@ -79,6 +95,36 @@ class OutputRole(Role):
                     tA[word] = tA[word] & keep
 
     @cute.jit
+    def add_row_sum(self, tTotal, address, p_tile, sums):
+        """Add this thread's part of one tile of P, if it has a row to sum.
+
+        ``address`` is that of its 16 tokens in the first tile of P.
+
+        """
+        if sums:
+            tile_bytes = self.tile.rows_per_cta * TILE_TOKENS
+            tTotal[0] = tTotal[0] + sum_e4m3x16(address + p_tile * tile_bytes)
+
+    @cute.jit
+    def share_inverse(self, ctx: cutlass.Constexpr, tTotal, sum_row, sums, buffer):
+        """Put 1 / row sum of all rows into buffer ``buffer``, 0 for a row of zeros.
+
+        Two buffers: a warpgroup may be a segment ahead of the other one, not two.
+
+        """
+        total = tTotal[0]
+        total = total + cute.arch.shuffle_sync_bfly(total, 1)
+        total = total + cute.arch.shuffle_sync_bfly(total, 2)
+        inverse = Float32(0.0)
+        if total > 0.0:
+            inverse = cute.arch.rcp_approx(total)
+        if sums & (cute.arch.lane_idx() % SUM_THREADS == 0):
+            ctx.sInverse[sum_row, buffer] = inverse
+        cute.arch.barrier(
+            barrier_id=OUTPUT_BARRIER, number_of_threads=2 * WARPGROUP_THREADS
+        )
+
+    @cute.jit
     def fast_unit(
         self,
         ctx: cutlass.Constexpr,
@@ -87,11 +133,14 @@ class OutputRole(Role):
         tTmp,
         tA,
         tP: cutlass.Constexpr,
+        tTotal,
         slots,
         stages,
         p_unit,
         offsets,
         half,
+        sum_address,
+        sums,
     ):
         """A whole unit: four k steps into a temporary, then one fp32 add.
 
@@ -121,6 +170,9 @@ class OutputRole(Role):
                 if const_expr(m + 1 == OUTPUT_M_TILES and q == 0):
                     for i in cutlass.range_constexpr(UNIT_TILES):
                         self.release_kv(ctx, stages[i])
+                    for i in cutlass.range_constexpr(UNIT_TILES):
+                        p_tile = UNIT_TILES * p_unit + i
+                        self.add_row_sum(tTotal, sum_address, p_tile, sums)
                 warpgroup.wait_group(0)
                 if const_expr(m + 1 < OUTPUT_M_TILES and q + 1 == split):
                     self.load_v(tAw, slots, m + 1, offsets, half, 0, UNIT_TILES)
@@ -136,6 +188,7 @@ class OutputRole(Role):
         tTmp,
         tA,
         tP: cutlass.Constexpr,
+        tTotal,
         slots,
         tile: cutlass.Constexpr,
         p_unit,
@@ -143,8 +196,14 @@ class OutputRole(Role):
         offsets,
         half,
         lane,
+        sum_row,
+        sum_address,
+        sums,
     ):
         """One tile with rescaled accumulators and V masked at ``valid`` tokens."""
+        if (ctx.sFlag[sum_row // 16, p_unit] >> tile) & 1 != 0:
+            tTotal[0] = tTotal[0] * ctx.sAlpha[sum_row, tile, p_unit]
+        self.add_row_sum(tTotal, sum_address, UNIT_TILES * p_unit + tile, sums)
         tAw = cute.recast_tensor(tA, Uint32)
         split = self.tile.n_split
         size = cute.size(tTmp)
@@ -193,6 +252,7 @@ class OutputRole(Role):
         column,
         output_scale,
         lane,
+        buffer,
     ):
         """Store this thread's output: bf16 result, or fp32 partial for the combine.
 
@@ -205,7 +265,7 @@ class OutputRole(Role):
             for j in cutlass.range_constexpr(2):
                 local_row = b * 8 + 2 * (lane % 4) + j
                 row = row_base + local_row
-                inverse = ctx.sInverse[local_row]
+                inverse = ctx.sInverse[local_row, buffer]
                 if row < total_rows:
                     if slot >= 0:
                         mRow = cute.make_tensor(
@@ -277,16 +337,22 @@ class OutputRole(Role):
         offsets = (even, even ^ 64)
         half = half_index * (OUTPUT_M_TILES // 2 * TILE_TOKENS * 128)
         column = half_index * (LATENT // 2) + warp * 16 + 2 * (lane // 4)
+        index = half_index * WARPGROUP_THREADS + tid
+        sums = index // SUM_THREADS < rows
+        sum_row = index // SUM_THREADS % rows
+        sum_address = ctx.p_base + sum_row * TILE_TOKENS + index % SUM_THREADS * 16
+        tTotal = cute.make_rmem_tensor((1,), Float32)
+        buffer = Int32(0)
 
         stage = Int32(0)
         phase = Int32(0)
         p_unit = Int32(0)
         p_phase = Int32(0)
-        l_phase = Int32(0)
         for request in cutlass.range(seg[0], seg[2], unroll=1):
             length, unit_begin, unit_end, slot = self.segment(seg, request)
             for m in cutlass.range_constexpr(OUTPUT_M_TILES):
                 tAcc[m].fill(0.0)
+            tTotal[0] = Float32(0.0)
             for unit in cutlass.range(unit_begin, unit_end, unroll=1):
                 stage0 = stage
                 cute.arch.mbarrier_wait(ctx.full + stage, phase)
@@ -311,11 +377,14 @@ class OutputRole(Role):
                         tTmp,
                         tA,
                         tP,
+                        tTotal,
                         slots,
                         (stage0, stage1),
                         p_unit,
                         offsets,
                         half,
+                        sum_address,
+                        sums,
                     )
                 else:
                     for i in cutlass.range_constexpr(UNIT_TILES):
@@ -326,6 +395,7 @@ class OutputRole(Role):
                             tTmp,
                             tA,
                             tP,
+                            tTotal,
                             slots,
                             i,
                             p_unit,
@@ -333,15 +403,15 @@ class OutputRole(Role):
                             offsets,
                             half,
                             lane,
+                            sum_row,
+                            sum_address,
+                            sums,
                         )
                     self.release_kv(ctx, stage0)
                     self.release_kv(ctx, stage1)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(ctx.p_empty + p_unit)
+                self.arrive(ctx.p_empty + p_unit)
                 p_unit, p_phase = self.advance(p_unit, p_phase, self.tile.p_units)
-            cute.arch.mbarrier_wait(ctx.l_full, l_phase)
-            l_phase = l_phase ^ 1
+            self.share_inverse(ctx, tTotal, sum_row, sums, buffer)
             self.write_output(
                 ctx,
                 tAcc,
@@ -354,7 +424,6 @@ class OutputRole(Role):
                 column,
                 output_scale,
                 lane,
+                buffer,
             )
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(ctx.l_empty)
+            buffer = buffer ^ 1

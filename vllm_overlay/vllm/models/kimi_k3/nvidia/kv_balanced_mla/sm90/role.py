@@ -41,8 +41,6 @@ class SharedMemory:
     rope_empty: Any
     p_full: Any
     p_empty: Any
-    l_full: Any
-    l_empty: Any
     sAlpha: Any
     sFlag: Any
     sInverse: Any
@@ -57,9 +55,27 @@ class SharedMemory:
 class Role:
     """Base of the role mixins: compile-time facts and the helpers of every role."""
 
+    every_lane_arrives = False
+    """For race checkers, which follow a barrier only for the threads that arrive at
+    it. Otherwise one lane arrives for its warp, after a warp barrier."""
+
     def __init__(self, tile: DecodeTile, causal: bool) -> None:
         self.tile = tile
         self.causal = causal
+
+    @property
+    def arrivals_per_warp(self) -> int:
+        """Arrivals of one warp at a barrier of the probabilities."""
+        return 32 if self.every_lane_arrives else 1
+
+    @cute.jit
+    def arrive(self, barrier):
+        """This warp arrives at a barrier of the probabilities."""
+        cute.arch.sync_warp()
+        if const_expr(self.every_lane_arrives):
+            cute.arch.mbarrier_arrive(barrier)
+        elif cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def advance(self, stage, phase, stages: cutlass.Constexpr):

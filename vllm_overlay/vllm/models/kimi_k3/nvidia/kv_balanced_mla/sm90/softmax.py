@@ -284,7 +284,6 @@ class SoftmaxRole(SoftmaxTile):
         phase = Int32(0)
         p_unit = Int32(0)
         p_phase = Int32(1)
-        l_phase = Int32(1)
         for request in cutlass.range(seg[0], seg[2], unroll=1):
             # The query first: its loads need no length, so they overlap that one.
             first_row = request * total_rows
@@ -378,28 +377,22 @@ class SoftmaxRole(SoftmaxTile):
                     )
                     unit = unit + 1
 
-            # Row sums: to the output role as 1 / sum, and out as log2 LSE.
-            cute.arch.mbarrier_wait(ctx.l_empty, l_phase)
-            l_phase = l_phase ^ 1
+            # The sums of the unrounded probabilities make the LSE; the output role
+            # divides by the sums of the rounded ones, which are what it multiplies.
             for i in cutlass.range_constexpr(2):
                 total = tState[2 + i]
                 total = total + cute.arch.shuffle_sync_bfly(total, 1)
                 total = total + cute.arch.shuffle_sync_bfly(total, 2)
-                inverse = Float32(0.0)
                 lse = -Float32.inf
                 if total > 0.0:
-                    inverse = cute.arch.rcp_approx(total)
                     lse = cute.math.log2(total, fastmath=True) + tState[i]
                 row = row0 + 8 * i
-                if lane % 4 == 0:
-                    ctx.sInverse[local_row + 8 * i] = inverse
-                    if (row < total_rows) & (
-                        local_row + 8 * i < self.tile.rows_per_cta
-                    ):
-                        if slot >= 0:
-                            mPartLse[slot * total_rows + row] = lse
-                        elif has_lse != 0:
-                            mLse[first_row + row] = lse
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(ctx.l_full)
+                if (
+                    (lane % 4 == 0)
+                    & (row < total_rows)
+                    & (local_row + 8 * i < self.tile.rows_per_cta)
+                ):
+                    if slot >= 0:
+                        mPartLse[slot * total_rows + row] = lse
+                    elif has_lse != 0:
+                        mLse[first_row + row] = lse

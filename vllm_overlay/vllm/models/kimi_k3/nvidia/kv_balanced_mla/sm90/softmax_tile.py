@@ -210,9 +210,7 @@ class SoftmaxTile(Role):
         if lane == 0:
             ctx.sFlag[warp, p_unit] = flag
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(ctx.p_full + p_unit)
+        self.arrive(ctx.p_full + p_unit)
         return self.advance(p_unit, p_phase, self.tile.p_units)
 
     @cute.jit

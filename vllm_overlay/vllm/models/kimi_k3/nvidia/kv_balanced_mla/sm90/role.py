@@ -72,9 +72,8 @@ class Role:
     def arrive(self, barrier):
         """This warp arrives at a barrier of the probabilities."""
         cute.arch.sync_warp()
-        if const_expr(self.every_lane_arrives):
-            cute.arch.mbarrier_arrive(barrier)
-        elif cute.arch.lane_idx() == 0:
+        lanes = 32 if const_expr(self.every_lane_arrives) else 1
+        if cute.arch.lane_idx() < lanes:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit

@@ -85,32 +85,36 @@ def _plan_sparse_mla_kernel(
     req_id_per_token,  # int32 [num_rows]
     num_rows,
     num_reqs,
-    TOPK: tl.constexpr,
-    KPOOL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    CLUSTER: tl.constexpr,
-    CLUSTERS: tl.constexpr,
-    THREAD_BLOCKS: tl.constexpr,
-    COST: tl.constexpr,
-    TILE: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
-    Q_INDPTR: tl.constexpr,
-    KV_INDPTR: tl.constexpr,
-    PARTIAL_INDPTR: tl.constexpr,
-    Q_LEN: tl.constexpr,
-    KV_LEN: tl.constexpr,
-    Q_START: tl.constexpr,
-    KV_START: tl.constexpr,
-    KV_END: tl.constexpr,
-    WORK_INDPTR: tl.constexpr,
-    MERGE_PACKED_START: tl.constexpr,
-    MERGE_PACKED_END: tl.constexpr,
-    MERGE_PARTIAL_START: tl.constexpr,
-    MERGE_PARTIAL_END: tl.constexpr,
-    MERGE_STRIDE: tl.constexpr,
+    SHAPE: tl.constexpr,  # tuples, as each constant costs the launch a microsecond
+    WORK: tl.constexpr,
+    MERGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    TOPK: tl.constexpr = SHAPE[0]
+    KPOOL: tl.constexpr = SHAPE[1]
+    WIDTH: tl.constexpr = SHAPE[2]
+    HEADS: tl.constexpr = SHAPE[3]
+    CLUSTER: tl.constexpr = SHAPE[4]
+    CLUSTERS: tl.constexpr = SHAPE[5]
+    THREAD_BLOCKS: tl.constexpr = SHAPE[6]
+    COST: tl.constexpr = SHAPE[7]
+    TILE: tl.constexpr = SHAPE[8]
+    SEARCH_STEPS: tl.constexpr = SHAPE[9]
+    Q_INDPTR: tl.constexpr = WORK[0]
+    KV_INDPTR: tl.constexpr = WORK[1]
+    PARTIAL_INDPTR: tl.constexpr = WORK[2]
+    Q_LEN: tl.constexpr = WORK[3]
+    KV_LEN: tl.constexpr = WORK[4]
+    Q_START: tl.constexpr = WORK[5]
+    KV_START: tl.constexpr = WORK[6]
+    KV_END: tl.constexpr = WORK[7]
+    WORK_INDPTR: tl.constexpr = WORK[8]
+    MERGE_PACKED_START: tl.constexpr = MERGE[0]
+    MERGE_PACKED_END: tl.constexpr = MERGE[1]
+    MERGE_PARTIAL_START: tl.constexpr = MERGE[2]
+    MERGE_PARTIAL_END: tl.constexpr = MERGE[3]
+    MERGE_STRIDE: tl.constexpr = MERGE[4]
+
     program = tl.program_id(0)
     blocks = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
@@ -356,23 +360,26 @@ class DevicePlanner:
         }
         # The share is at least a tile, so a row has at most a piece a tile.
         self._max_pieces = triton.next_power_of_2(tiles)
+        # In the order in which the kernel takes them apart.
         self._constants = dict(
-            TOPK=index_topk,
-            KPOOL=index_kpool,
-            WIDTH=geometry.width,
-            HEADS=geometry.heads,
-            CLUSTER=geometry.cluster_size,
-            CLUSTERS=geometry.clusters,
-            THREAD_BLOCKS=geometry.thread_blocks,
-            COST=geometry.row_cost,
-            TILE=TILE_TOKENS,
-            # A span of all tiles always fits, so the search starts there.
-            SEARCH_STEPS=max(tiles - 1, 1).bit_length(),
+            SHAPE=(
+                index_topk,
+                index_kpool,
+                geometry.width,
+                geometry.heads,
+                geometry.cluster_size,
+                geometry.clusters,
+                geometry.thread_blocks,
+                geometry.row_cost,
+                TILE_TOKENS,
+                # A span of all tiles always fits, so the search starts there.
+                max(tiles - 1, 1).bit_length(),
+            ),
+            WORK=tuple(layout.offsets[n] for n in (*WORK_FIELDS, "work_indptr")),
+            MERGE=tuple(layout.offsets[n] for n in MERGE_FIELDS),
             BLOCK=BLOCK_ROWS,
             num_warps=4,
         )
-        names = (*WORK_FIELDS, *MERGE_FIELDS, "work_indptr")
-        self._constants |= {name.upper(): layout.offsets[name] for name in names}
 
     def __call__(
         self,

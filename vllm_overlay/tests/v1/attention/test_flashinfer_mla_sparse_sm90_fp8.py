@@ -267,7 +267,8 @@ class Launch:
     @staticmethod
     def argument(x):
         if not isinstance(x, torch.Tensor):
-            return Value(x)
+            # Integers are 32 bits wide in the kernels, and wrap.
+            return Value(torch.tensor(x, dtype=torch.int32) if type(x) is int else x)
         size = x.untyped_storage().nbytes() // x.element_size()
         base = torch.as_strided(x, (size,), (1,), 0)
         return Value(torch.tensor(x.storage_offset()), base)
@@ -566,15 +567,14 @@ def test_compiles_for_hopper(heads, rope, real_kernels):
     assert "ldmatrix" in compiled.asm["ptx"] and "cp.async" in compiled.asm["ptx"]
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 def test_slots_past_four_gib():
     width, rows = 80, (5 << 30) // 576
     case = Case([width], width, 8, ROPE)
     small = case.cache
-    large = torch.zeros(rows, 576, dtype=torch.uint8, device=DEVICE)
+    large = torch.empty(rows, 576, dtype=torch.uint8, device=DEVICE)
     large[0] = NAN_BYTE
     shift = rows - small.shape[0]
-    large[shift:] = small.view(torch.uint8)
+    large[shift:] = small.view(torch.uint8)[:, :576]
     case.cache = large.view(FP8)
     case.slots += shift
     case.check(splits=1)

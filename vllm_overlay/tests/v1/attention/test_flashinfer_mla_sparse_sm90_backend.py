@@ -78,6 +78,10 @@ class RecordingFp8:
     def __init__(self, *args):
         self.made_with = args
         self.calls = []
+        self.warm = 0
+
+    def warm_up(self):
+        self.warm += 1
 
     def decode(self, *args):
         self.calls.append(args)
@@ -214,6 +218,7 @@ def test_construction_plan(monkeypatch, planned, rope, fp8):
     if fp8:
         assert not planned and state.flashinfer is None
         assert state.fp8.made_with == (20, 4, rope, WIDTH, CPU)
+        assert state.fp8.warm == 1  # compiled before the first request
         return
     (wrapper,) = planned
     assert wrapper.backend == "fa3"

@@ -220,6 +220,8 @@ class _SM90State:
             self.fp8 = SparseFp8Decode(
                 max_tokens, num_heads, qk_rope_head_dim, topk_width, device
             )
+            # Compile now, not in the first request.
+            self.fp8.warm_up()
         else:
             self.flashinfer = FlashInferSparseDecode(
                 device,

@@ -94,6 +94,15 @@ RUNS: dict[str, dict[str, Any]] = {
         ),
     ),
 }
+# Right drafts: fewest tokens a verify. 7 drafts of which 0 to 7 are right accept more
+# than 2 where all of them are verified; a draft that is never accepted gives 1.
+MIN_ACCEPTED = 2.0
+MIN_ACCEPTED_OF = {
+    # Without drafts while more than 8 of the 12 prompts live: most of its steps.
+    "ours-dspark-by-batch": 1.05,
+    # Rows that the draft itself holds for unlikely are cut before they are verified.
+    "ours-dspark-adaptive": 1.3,
+}
 DEFAULT_RUNS = ("ref-bf16", "fp8-triton", "ours-eager", "ours-graph")
 DSPARK_RUNS = ("ours-dspark", "ours-dspark-graph")
 
@@ -268,8 +277,9 @@ def run_child(name: str, args: argparse.Namespace) -> None:
     say(f"{name}: done")
 
 
-def failures(name: str, run: dict, min_accepted: float) -> list[str]:
+def failures(name: str, run: dict) -> list[str]:
     """Return what one run broke."""
+    min_accepted = MIN_ACCEPTED_OF.get(name, MIN_ACCEPTED)
     bad = [
         f"{name}: {p['planned']} plans and {p['reused']} uses of one again, not one "
         f"plan for {p['layers']} layers"
@@ -352,9 +362,9 @@ def print_pairs(rows: list[dict]) -> None:
         for part in r["parts"][:8]:
             print(
                 f"      {part['work']} prompt {part['prompt']} step {part['step']}: "
-                f"{part['a']} or {part['b']}, gap of the best two "
-                f"{part.get('gap', 'unknown')} nats"
-                f"{'' if part.get('best_two', True) else ', not these two'}"
+                f"{part['a']} or {part['b']}, {part.get('gap', 'unknown')} nats "
+                "behind the best"
+                f"{'' if part.get('among_best', True) else ' at least'}"
             )
 
 
@@ -366,7 +376,7 @@ def report(out: Path, names: list[str], args: argparse.Namespace) -> int:
     bad = [n for n in names if n not in runs]
     print_runs(runs)
     for name, run in runs.items():
-        bad += failures(name, run, args.min_accepted)
+        bad += failures(name, run)
     if "ref-bf16" in runs:
         width = engine_work.spread(runs["ref-bf16"])
         print(f"\nspread of the reference's log-probabilities: {width:.2f}")
@@ -383,7 +393,8 @@ def report(out: Path, names: list[str], args: argparse.Namespace) -> int:
             for part in engine_work.unexplained(row["parts"], args.tie):
                 bad.append(
                     f"{a}:{b} {part['work']} prompt {part['prompt']} step "
-                    f"{part['step']} differs at a gap of {part.get('gap')} nats"
+                    f"{part['step']} differs, {part.get('gap')} nats behind the best"
+                    f"{'' if part.get('among_best', True) else ' at least'}"
                 )
     print_pairs(rows)
     with (out / "engine_check.jsonl").open("w") as f:
@@ -416,7 +427,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", type=float, default=1e9, help="no start after, s")
     made.add_argument("--limit", type=float, default=0.5, help="decode mean, nats")
     made.add_argument("--tie", type=float, default=0.3, help="a near tie, nats")
-    made.add_argument("--min-accepted", type=float, default=2.0, help="right drafts")
     made.add_argument("--report", action="store_true", help="compare only")
     made.add_argument("--child", help=argparse.SUPPRESS)
     return made

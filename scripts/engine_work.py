@@ -18,6 +18,8 @@ import warnings
 from collections import Counter
 from typing import Any
 
+# Equal logits happen in bf16, three at a time too: the best two are too few.
+BEST_TOKENS = 5
 PROMPT_TOKENS = (5, 100, 1000, 3000, 64, 65, 17, 1, 640, 129, 2048, 333)
 SHORT_PROMPT_TOKENS = (1, 2, 3, 1, 2, 3, 63, 64, 65, 127, 129, 700)
 RAGGED: tuple[tuple[tuple[int, ...], int], ...] = (
@@ -92,11 +94,11 @@ def greedy(
         llm: The engine.
         requests: Prompts.
         tokens: How many to generate for each.
-        top: Ask for the two best log-probabilities of every step.
+        top: Ask for the best log-probabilities of every step.
 
     Returns:
-        Tokens, and for each token [[id, log-probability], [id, log-probability]], the
-        best first (empty without `top`).
+        Tokens, and for each token BEST_TOKENS pairs [id, log-probability], the best
+        first (empty without `top`).
 
     """
     from vllm import SamplingParams
@@ -107,7 +109,7 @@ def greedy(
             temperature=0,
             ignore_eos=True,
             detokenize=False,
-            logprobs=2 if top else None,
+            logprobs=BEST_TOKENS if top else None,
         )
         for n in tokens
     ]
@@ -120,7 +122,7 @@ def greedy(
                 sorted(
                     ([int(t), float(p.logprob)] for t, p in step.items()),
                     key=lambda pair: -pair[1],
-                )[:2]
+                )[:BEST_TOKENS]
                 for step in o.outputs[0].logprobs
             ]
         )
@@ -128,7 +130,7 @@ def greedy(
 
 
 def ragged(llm: Any, vocab: int, top: bool) -> tuple[list[list[int]], list]:
-    """Run the ragged waves one after another; tokens and best two, as in `greedy`."""
+    """Run the ragged waves one after another; tokens and best ones, as in `greedy`."""
     tokens: list[list[int]] = []
     best: list = []
     for lengths, first in RAGGED:
@@ -265,12 +267,13 @@ def first_differences(
     Args:
         a: Tokens of the first run.
         b: Tokens of the second.
-        best: The best two log-probabilities of one of them ([] if unknown). Up to the
-            step where they part both have the same history.
+        best: The best log-probabilities of one of them ([] if unknown), two a step or
+            more. Up to the step where they part both have the same history.
 
     Returns:
-        Prompt, step, both tokens, the gap of the two best (nats, None if unknown) and
-        whether the two tokens are these two.
+        Prompt, step, both tokens, whether both are among the best ones, and how far
+        the worse of the two is behind the best token (`gap`, nats; at least so far if
+        it isn't among them). Without `best` only the first three.
 
     """
     rows = []
@@ -280,18 +283,18 @@ def first_differences(
             continue
         row: dict[str, Any] = dict(prompt=prompt, step=step, a=x[step], b=y[step])
         if best:
-            (first, high), (second, low) = best[prompt][step]
-            row.update(
-                gap=round(high - low, 4),
-                best_two={first, second} == {x[step], y[step]},
-            )
+            known = {token: value for token, value in best[prompt][step]}
+            among = {x[step], y[step]} <= set(known)
+            worse = min(known[x[step]], known[y[step]]) if among else None
+            low = min(known.values()) if worse is None else worse
+            row.update(gap=round(max(known.values()) - low, 4), among_best=among)
         rows.append(row)
     return rows
 
 
 def unexplained(rows: list[dict[str, Any]], tie: float) -> list[dict[str, Any]]:
-    """Return the differences that are not a near tie of the two best tokens."""
-    return [r for r in rows if not (r.get("best_two") and r["gap"] <= tie)]
+    """Return the differences that are not a near tie of the best tokens."""
+    return [r for r in rows if not (r.get("among_best") and r["gap"] <= tie)]
 
 
 def compare(a: dict, b: dict) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def token_rows(runs: dict[str, dict[str, Any]]) -> Iterator[tuple[dict, float]]:
 
 
 def gaps_of(row: dict[str, Any]) -> list[float]:
-    """Return how far apart (nats) the two best tokens were where two runs part."""
-    return [part["gap"] for part in row["parts"] if part.get("gap") is not None]
+    """Return how far behind the best token (nats) the other was where two runs part."""
+    return [part["gap"] for part in row["parts"] if part.get("among_best")]
 
 
 def print_tokens(runs: dict[str, dict[str, Any]]) -> list[str]:
@@ -76,14 +76,16 @@ def print_tokens(runs: dict[str, dict[str, Any]]) -> list[str]:
             f"{row.get('decode_mean', '-')!s:>9}{limit:>7}  "
             f"{row['greedy_same']}/{row['greedy_total']}"
             + (f", gap <= {max(gaps):.2f}" if (gaps := gaps_of(row)) else "")
+            + (f", {n} not near" if (n := len(row["parts"]) - len(gaps)) else "")
         )
         for kind in ("prefill", "decode"):
             mean = row.get(f"{kind}_mean")
             if mean is None or not mean <= limit:
                 bad.append(f"{pair}: {kind} mean {mean}, limit {limit}")
     print(
-        "greedy: tokens alike up to the first difference of each prompt; gap: between "
-        "the two best tokens there, at most"
+        "greedy: tokens alike up to the first difference of each prompt; gap: how far "
+        "the other token was\nbehind the best one there, at most; not near: prompts "
+        "where it wasn't among the best 5"
     )
     return bad
 

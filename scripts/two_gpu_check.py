@@ -316,8 +316,8 @@ def report(
             if not mean <= args.limit:
                 bad.append(f"{a}:{b} {kind} mean {mean} > {args.limit}")
         bad += [
-            f"{a}:{b} prompt {p['prompt']} step {p['step']} differs at a gap of "
-            f"{p.get('gap')} nats"
+            f"{a}:{b} prompt {p['prompt']} step {p['step']} differs, {p.get('gap')} "
+            f"nats behind the best{'' if p.get('among_best', True) else ' at least'}"
             for p in faults
         ]
     for name, run in runs.items():
@@ -330,7 +330,7 @@ def report(
                 "decode mean",
                 "decode max",
                 "greedy tokens up to the first difference",
-                "gaps of the best two there",
+                "nats behind the best there",
             ],
             rows,
         ),

@@ -232,7 +232,7 @@ def test_tokens_that_part_at_a_near_tie_are_explained():
     row = engine_work.compare(A, b)
     assert (row["greedy_same"], row["greedy_total"]) == (4, 6)
     (part,) = row["parts"]
-    assert (part["step"], part["gap"], part["best_two"]) == (1, 0.1, True)
+    assert (part["step"], part["gap"], part["among_best"]) == (1, 0.1, True)
     assert engine_work.unexplained(row["parts"], 0.3) == []
 
 
@@ -246,6 +246,53 @@ def test_tokens_that_part_at_a_near_tie_are_explained():
 def test_other_differences_are_not(tokens):
     row = engine_work.compare(A, dict(run="b", greedy=tokens))
     assert len(engine_work.unexplained(row["parts"], 0.3)) == 1
+
+
+def test_a_tie_of_three_explains_every_two_of_them():
+    best = [[[[7, -2.0], [8, -2.0], [9, -2.0], [4, -3.0], [5, -3.5]]]]
+    rows = [
+        engine_work.first_differences([[a]], [[b]], best)[0]
+        for a, b in ((7, 9), (8, 9), (7, 4), (7, 6))
+    ]
+    assert [r["gap"] for r in rows] == [0.0, 0.0, 1.0, 1.5]
+    assert [r["among_best"] for r in rows] == [True, True, True, False]
+    assert engine_work.unexplained(rows, 0.3) == rows[2:]
+
+
+def test_greedy_keeps_the_best_tokens_in_order(monkeypatch):
+    vllm = SimpleNamespace(SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    values = {11: -4.0, 12: -1.0, 13: -1.5, 14: -2.0, 15: -3.0, 16: -2.5}
+    step = {t: SimpleNamespace(logprob=v) for t, v in values.items()}
+    asked = []
+
+    def generate(inputs, params, use_tqdm):
+        asked.append(params[0].logprobs)
+        out = SimpleNamespace(token_ids=[12], logprobs=[step])
+        return [SimpleNamespace(outputs=[out])]
+
+    llm = SimpleNamespace(generate=generate)
+    tokens, best = engine_work.greedy(llm, [[1]], [1], top=True)
+    assert (tokens, asked) == ([[12]], [5])
+    assert [t for t, _ in best[0][0]] == [12, 13, 14, 16, 15]
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted", "passes"),
+    [
+        ("ours-dspark-by-batch", 1.16, True),
+        ("ours-dspark-by-batch", 1.0, False),
+        ("ours-dspark-adaptive", 1.62, True),
+        ("ours-dspark-adaptive", 1.16, False),
+        ("ours-dspark-graph", 2.14, True),
+        ("ours-dspark-graph", 1.62, False),
+    ],
+)
+def test_right_drafts_are_accepted_as_often_as_a_run_verifies_them(
+    name, accepted, passes
+):
+    run = dict(good_run(), oracle_tokens_per_verify=accepted)
+    assert (engine_check.failures(name, run) == []) == passes
 
 
 def test_a_difference_without_log_probabilities_is_not_explained():
@@ -320,7 +367,7 @@ def good_run(**more):
 
 
 def test_a_good_run_has_no_failures():
-    assert engine_check.failures("ours-graph", good_run(), 2.0) == []
+    assert engine_check.failures("ours-graph", good_run()) == []
 
 
 @pytest.mark.parametrize(
@@ -335,12 +382,12 @@ def test_a_good_run_has_no_failures():
     ],
 )
 def test_each_promise_of_a_run_is_held(change, complaint):
-    (text,) = engine_check.failures("ours-graph", dict(good_run(), **change), 2.0)
+    (text,) = engine_check.failures("ours-graph", dict(good_run(), **change))
     assert complaint in text
 
 
 def test_an_eager_run_that_never_planned_fails():
-    (text,) = engine_check.failures("ours-eager", dict(good_run(), plans=[]), 2.0)
+    (text,) = engine_check.failures("ours-eager", dict(good_run(), plans=[]))
     assert "no plan was counted" in text
 
 
@@ -358,7 +405,7 @@ def test_engine_check_report_fails_on_a_changed_token(tmp_path):
                  greedy_best=A["greedy_best"])  # fmt: skip
     graph = dict(plain, greedy=[[5, 6, 7], [8, 3, 4]])
     names = ["ours-eager", "ours-graph"]
-    args = argparse.Namespace(limit=0.5, tie=0.3, min_accepted=2.0)
+    args = argparse.Namespace(limit=0.5, tie=0.3)
     write(tmp_path, {"ours-eager": eager, "ours-graph": graph})
     assert engine_check.report(tmp_path, names, args) == 1
     write(tmp_path, {"ours-graph": dict(graph, greedy=A["greedy"])})

@@ -2,7 +2,8 @@
 """Run engines as child processes: several at a time, spread over GPUs, timed alone.
 
 A child that measures time calls :meth:`Gate.wait` once it is warm. The parent opens
-one gate at a time on a GPU, and only when nothing else runs there.
+one gate at a time on a GPU, and only when nothing else runs there. With a last end,
+jobs that hang can't keep the others from measuring, nor the caller from its report.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Job:
     timed: bool = False
     env: dict[str, str] = field(default_factory=dict)
     state: str = "pending"  # pending, running, measuring, ended, left out
+    end: float = float("inf")  # seconds after the script's start; then it is killed
 
 
 def error_lines(text: str, most: int = 40) -> list[str]:
@@ -115,13 +117,25 @@ class Jobs:
         out: Result folder.
         timeout: Seconds that a job may take.
         budget: Seconds after the start of the script from which no job is started.
+        end: Seconds after the start of the script at which every job is killed.
+        share: Seconds before `end` that each timed job can count on: what hangs or
+            still starts is killed so much earlier.
 
     """
 
-    def __init__(self, out: Path, timeout: float, budget: float = 1e9) -> None:
+    def __init__(
+        self,
+        out: Path,
+        timeout: float,
+        budget: float = 1e9,
+        end: float = float("inf"),
+        share: float = 0.0,
+    ) -> None:
         self.out = out
         self.timeout = timeout
         self.budget = budget
+        self.end = end
+        self.share = share
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
 
@@ -135,15 +149,18 @@ class Jobs:
 
         """
         self._jobs = jobs
+        timed = sum(job.timed for job in jobs)
+        for job in jobs:
+            job.end = self.end - min(self.share * timed, self.end / 2)
         free = [gpus for gpus, number in slots.items() for _ in range(number)]
         threads: list[threading.Thread] = []
         while any(job.state not in ("ended", "left out") for job in jobs):
             for job in jobs:
                 if job.state != "pending":
                     continue
-                if time.time() - START > self.budget:
+                if time.time() - START > (limit := min(self.budget, job.end)):
                     job.state = "left out"
-                    say(f"{job.name}: not run, {self.budget:.0f} s are over")
+                    say(f"{job.name}: not run, {limit:.0f} s are over")
                     continue
                 gpus = job.gpus if job.gpus in free else None
                 if not job.gpus and free:
@@ -167,6 +184,8 @@ class Jobs:
             gate = Gate(self.out, job.name)
             if job.state != "running" or not job.timed or not gate.ready.exists():
                 continue
+            # Warm: it may wait for its turn until the end.
+            job.end = self.end
             others = [
                 other
                 for other in self._jobs
@@ -182,6 +201,10 @@ class Jobs:
                 continue
             say(f"{job.name}: measures")
             job.state = "measuring"
+            # What this one leaves of its part goes to those that wait.
+            now = time.time() - START
+            waiting = sum(o.timed and o.state == "running" for o in others) + 1
+            job.end = now + (self.end - now) / waiting
             gate.open.touch()
 
     def _run_one(self, job: Job, free: list[tuple[str, ...]]) -> None:
@@ -193,7 +216,7 @@ class Jobs:
         env = environment(**job.env)
         if job.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)
-        code: int | str
+        code: int | str | None
         with log_path.open("w") as log:
             child = subprocess.Popen(
                 job.command,
@@ -202,10 +225,16 @@ class Jobs:
                 env=env,
                 start_new_session=True,
             )
+            begin = time.time()
             try:
-                code = child.wait(self.timeout)
-            except subprocess.TimeoutExpired:
-                code = f"time limit of {self.timeout:.0f} s"
+                while (code := child.poll()) is None:
+                    if time.time() - begin > self.timeout:
+                        code = f"time limit of {self.timeout:.0f} s"
+                        break
+                    if time.time() - START > job.end:
+                        code = f"its last end, {time.time() - START:.0f} s"
+                        break
+                    time.sleep(POLL_SECONDS)
             finally:
                 # The session too: worker processes may outlive their parent.
                 end_session(child)

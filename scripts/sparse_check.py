@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import engine_jobs  # noqa: E402
 import engine_work  # noqa: E402
 import sparse_models  # noqa: E402
 import sparse_report  # noqa: E402
@@ -43,6 +44,8 @@ PROMPT_TOKENS = (1, 17, 64, 333, 2040, 2047, 2048, 2049, 2500, 3000, 4096, 5000)
 BATCHED_TOKENS = 8192
 MAX_REQUESTS = 64
 TIMED_STEPS, PROFILED_STEPS = 48, 12
+# What the judged cases of one run take at least.
+TURN_SECONDS = 6.0
 # name -> requests, context (tokens), and whether one request leaves at every step.
 CASES: dict[str, dict[str, Any]] = {
     "1 x 4096": dict(requests=1, context=4096),
@@ -86,6 +89,12 @@ def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     path = sparse_models.write_model(
         Path(args.out) / "models", run["model"], args.layers
     )
+    graphs = dict(
+        # Without torch.compile, which takes two minutes a start with ten at a time.
+        mode=3 if args.compile else 0,
+        cudagraph_mode="FULL_DECODE_ONLY",
+        cudagraph_capture_sizes=[1, 2, 4, *range(8, MAX_REQUESTS + 1, 8)],
+    )
     return dict(
         model=str(path),
         hf_overrides=sparse_models.attention_only,
@@ -105,9 +114,7 @@ def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
         moe_backend="triton",
         enable_flashinfer_autotune=False,
         enforce_eager=args.eager,
-        cudagraph_capture_sizes=None
-        if args.eager
-        else [1, 2, 4, *range(8, MAX_REQUESTS + 1, 8)],
+        compilation_config=None if args.eager else graphs,
     )
 
 
@@ -304,33 +311,64 @@ class Run:
         if self.process.poll() is None:
             say(f"{self.name}: stopped: {why}")
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
         self.state = "ended"
+
+    def gone(self, limit: float) -> None:
+        """Wait until it has left the GPU, but no longer than `limit` (time.time())."""
+        try:
+            self.process.wait(max(limit - time.time(), 0.1))
+        except subprocess.TimeoutExpired:
+            say(f"{self.name}: is still there after SIGKILL")
+
+
+def start_patience(runs: int, start_limit: float, end: float) -> float:
+    """Return how long (s) the engines of a wave may start, of what is left.
+
+    The timing of each takes TURN_SECONDS and more, so it keeps that much.
+    """
+    left = end - time.time()
+    return min(start_limit, max(left - TURN_SECONDS * runs, left / 2))
 
 
 def run_wave(names: list[str], args: argparse.Namespace, end: float) -> None:
-    """Start engines together; time them one by one once all are up or given up."""
+    """Start engines together; time them one by one once all are up or given up.
+
+    With `args.hold`, none is timed before that file exists or the time to start is
+    over. Each may take its part of what is left until `end`.
+    """
     gpus = args.gpus.split(",")
     out = Path(args.out)
+    hold = Path(args.hold) if args.hold else None
     runs = [Run(n, gpus[i % len(gpus)], out) for i, n in enumerate(names)]
     try:
-        patience = min(time.time() + args.start_limit, end)
-        while any(r.look() == "starting" for r in runs) and time.time() < patience:
+        patience = time.time() + start_patience(len(runs), args.start_limit, end)
+        while time.time() < patience:
+            starting = any([r.look() == "starting" for r in runs])
+            if not starting and (hold is None or hold.exists()):
+                break
             time.sleep(0.2)
+        if hold is not None:
+            say(f"{hold} {'is there' if hold.exists() else 'never came'}: timing")
         for run in runs:
             if run.look() == "starting":
                 run.kill(f"not up after {time.time() - run.begin:.0f} s")
-        for run in runs:
+        waiting = [run for run in runs if run.look() == "waiting"]
+        for place, run in enumerate(waiting):
             if run.look() != "waiting":
                 continue
             run.go()
-            limit = min(time.time() + args.time_limit, end)
+            part = (end - time.time()) / (len(waiting) - place)
+            limit = time.time() + min(args.time_limit, part)
             while run.look() == "timed" and time.time() < limit:
                 time.sleep(0.05)
             run.kill("the time for its steps is over")
+            run.gone(time.time() + 3)
     finally:
         for run in runs:
             run.kill("the budget is used up")
+        limit = time.time() + 5
+        for run in runs:
+            run.gone(limit)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -347,6 +385,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpus", default="0", help="GPUs that the runs are spread over")
     made.add_argument("--parallel", type=int, default=6, help="engines at a time")
     made.add_argument("--budget", type=float, default=560, help="seconds in all")
+    made.add_argument("--hold", help="a file without which no run is timed yet")
     made.add_argument("--start-limit", type=float, default=300, help="seconds a start")
     made.add_argument("--time-limit", type=float, default=90, help="seconds of timing")
     made.add_argument("--layers", type=int, default=sparse_models.LAYERS)
@@ -354,6 +393,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1, help="weights")
     made.add_argument("--kv-gib", type=float, default=3, help="KV cache, GiB")
     made.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    made.add_argument("--compile", action="store_true", help="with torch.compile")
     made.add_argument("--no-profile", action="store_true", help="no kernel times")
     made.add_argument("--report", action="store_true", help="tables only")
     made.add_argument("--child", help=argparse.SUPPRESS)
@@ -382,7 +422,8 @@ def main() -> int:
             made.error(f"--stock: there is no file {args.stock}")
         for name in names:
             (out / f"{name}.json").unlink(missing_ok=True)
-        end = time.time() + args.budget
+        # From the start of this script, imports included.
+        end = engine_jobs.START + args.budget
         for first in range(0, len(names), args.parallel):
             if time.time() < end:
                 run_wave(names[first : first + args.parallel], args, end)

@@ -94,6 +94,112 @@ def test_a_job_past_its_limit_is_ended(tmp_path, jobs_of, capsys):
     assert "time limit of 0 s" in capsys.readouterr().out
 
 
+HANGS = """
+import signal, sys, time
+sys.path.insert(0, {scripts!r})
+from engine_jobs import Gate
+from pathlib import Path
+name, out = sys.argv[1], Path({out!r})
+if name.startswith("hangs"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+if name.startswith("timed"):
+    Gate(out, name).wait(600)
+    if "hangs" in name:
+        time.sleep(600)
+(out / f"{{name}}.span").write_text(f"{{time.time()}}")
+"""
+
+
+def test_jobs_that_hang_leave_the_timed_ones_their_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(engine_jobs, "START", begin := time.time())
+    script = tmp_path / "child.py"
+    script.write_text(HANGS.format(scripts=str(engine_jobs.HERE), out=str(tmp_path)))
+    names = ["plain", "hangs", "timed-a", "timed-hangs", "hangs-warming", "timed-b"]
+    jobs = [
+        engine_jobs.Job(
+            name, [sys.executable, str(script), name], gpus=("0", "1"),
+            timed="timed" in name or "warming" in name,
+        )
+        for name in names
+    ]  # fmt: skip
+    runner = engine_jobs.Jobs(tmp_path, 330, budget=12, end=12, share=2)
+    assert runner.run(jobs, {("0", "1"): 16}) == []
+    took = time.time() - begin
+    assert took < 12 + 12
+    done = {p.stem: float(p.read_text()) for p in tmp_path.glob("*.span")}
+    assert sorted(done) == ["plain", "timed-a", "timed-b"]
+    # Killed at 6 s (half, since four timed jobs have 8 s), politely until 11 s.
+    assert done["plain"] < begin + 6 < done["timed-a"] < done["timed-b"]
+    text = capsys.readouterr().out
+    for name in ("hangs", "hangs-warming", "timed-hangs"):
+        assert f"{name}: ended with its last end" in text
+
+
+TWO_GPU_CHILD = """
+import json, signal, sys, time
+sys.path.insert(0, {scripts!r})
+from engine_jobs import Gate
+from pathlib import Path
+name, out = sys.argv[1], Path({out!r})
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(out / f"{{name}}.began").write_text(str(time.time()))
+if name == "dcp2-i64":
+    time.sleep(600)
+if name.startswith("time-"):
+    Gate(out, name).wait(600)
+    (out / f"{{name}}.timed").write_text(str(time.time()))
+    if name == "time-dcp2-i64":
+        time.sleep(600)
+result = json.loads({result!r})
+if name.startswith("time-"):
+    entry = dict(median_us=9.0, p10_us=8.0, p90_us=10.0, steps=4)
+    result["mixes"] = {{"32k": entry}}
+    result["capacity"] = dict(num_blocks=1, vllm_says_tokens=2)
+(out / f"{{name}}.json").write_text(json.dumps(dict(result, run=name)))
+if name == "tp2":
+    time.sleep(600)
+"""
+
+
+def test_two_gpu_check_ends_in_time_whatever_hangs(tmp_path, monkeypatch, capsys):
+    """All runs at once; one never comes up, one never ends, one hangs when timed."""
+    result = json.dumps(two_gpu_run("", [[[-1.0], [-2.0]]], A["greedy"]))
+    script = tmp_path / "child.py"
+    script.write_text(
+        TWO_GPU_CHILD.format(
+            scripts=str(engine_jobs.HERE), out=str(tmp_path), result=result
+        )
+    )
+    monkeypatch.setattr(engine_jobs, "START", begin := time.time())
+    monkeypatch.setattr(two_gpu_check, "write_models", lambda args: None)
+    monkeypatch.setattr(two_gpu_check, "TIMED_SHARE_SECONDS", 3.0)
+    monkeypatch.setattr(
+        two_gpu_check,
+        "child_command",
+        lambda _, name: [sys.executable, str(script), name],
+    )
+    monkeypatch.setattr(
+        sys, "argv",
+        ["x", "--out", str(tmp_path), "--parallel", "16", "--budget", "20"],
+    )  # fmt: skip
+    assert two_gpu_check.main() == 1
+    assert time.time() - begin < 20 + 20
+    names = two_gpu_check.DEFAULT_RUNS
+    began = [float(p.read_text()) for p in tmp_path.glob("*.began")]
+    timed = {p.stem: float(p.read_text()) for p in tmp_path.glob("*.timed")}
+    assert len(began) == len(names) == 15
+    order = ["time-tp2", "time-dcp2-i64", "time-dcp2-i1"]
+    assert sorted(timed, key=timed.__getitem__) == order
+    # Not before what hangs was killed.
+    assert max(began) < begin + 11 < timed["time-tp2"]
+    text = capsys.readouterr().out
+    failed = text.split("FAILED: ")[1]
+    assert "dcp2-i64: no result" in failed and "time-dcp2-i64: no result" in failed
+    assert failed.count("no result") == 2
+    assert "| time-dcp2-i1 | 32 x 32k | 9 |" in text
+
+
 @pytest.mark.parametrize(
     ("kernel", "group"),
     [

@@ -227,16 +227,18 @@ if name.endswith("stock"):
     print("SomeError: broken")
     sys.exit(3)
 if name.endswith("fa3") and "--steps" in sys.argv:
-    time.sleep(60)
+    time.sleep(600)
+(out / f"{name}.began").write_text(str(time.time()))
 (out / f"{name}.up").write_text("")
 assert sys.stdin.readline() == "go\\n"
 busy = out / "busy"
 busy.touch(exist_ok=False)
+(out / f"{name}.timed").write_text(str(time.time()))
 time.sleep(0.2)
 busy.unlink()
 (out / f"{name}.json").write_text(json.dumps({"run": name}))
 if name.endswith("fp8"):
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -283,6 +285,73 @@ def test_limits_of_time(wave, tmp_path):
     assert done == ["dsv32-ours-fp8", "glm-ours"]
     assert any(s.startswith("dsv32-fa3: stopped: not up after") for s in said)
     assert "dsv32-ours-fp8: stopped: the time for its steps is over" in said
+
+
+def test_ten_engines_start_in_one_wave(wave, tmp_path):
+    names = list(sparse_check.DEFAULT_RUNS)
+    assert len(names) == 10
+    assert sparse_check.parser().parse_args(["--parallel", "10"]).parallel == 10
+    said = wave(names, "--time-limit", "1")
+    assert sum(": starting on GPU" in line for line in said) == 10
+    began = [float(p.read_text()) for p in tmp_path.glob("*.began")]
+    timed = [float(p.read_text()) for p in tmp_path.glob("*.timed")]
+    assert len(began) == len(timed) == 8  # the two stock ones break
+    assert max(began) < min(timed)
+
+
+def test_nothing_is_timed_before_the_held_file_is_there(wave, tmp_path):
+    import threading
+    import time
+
+    hold = tmp_path / "go-on"
+    at = []
+    timer = threading.Timer(2.0, lambda: (at.append(time.time()), hold.touch()))
+    timer.start()
+    wave(["dsv32-ours", "glm-ours"], "--hold", str(hold))
+    timer.join()
+    timed = [float(p.read_text()) for p in tmp_path.glob("*.timed")]
+    assert len(timed) == 2 and min(timed) > at[0]
+
+
+def test_a_held_file_that_never_comes_ends_with_the_time_to_start(wave, tmp_path):
+    said = wave(["dsv32-ours"], "--hold", str(tmp_path / "never"), "--start-limit", "3")
+    assert any("never came" in line for line in said)
+    assert (tmp_path / "dsv32-ours.json").exists()
+
+
+def test_starting_leaves_time_to_measure(monkeypatch):
+    monkeypatch.setattr(sparse_check.time, "time", lambda: 1000.0)
+    assert sparse_check.start_patience(10, 300, 1200.0) == 140
+    assert sparse_check.start_patience(10, 100, 1200.0) == 100
+    assert sparse_check.start_patience(10, 300, 1060.0) == 30
+
+
+def test_the_budget_ends_whatever_hangs(tmp_path):
+    """The command, with children that never start and children that never end."""
+    copy = tmp_path / "scripts"
+    copy.mkdir()
+    for path in (ROOT / "scripts").glob("*.py"):
+        (copy / path.name).write_text(path.read_text())
+    script = copy / "sparse_check.py"
+    script.write_text(
+        script.read_text().replace("    if args.child:\n", f"    if args.child:\n"
+        f"        return exec(compile({CHILD!r}, 'child', 'exec'), {{}})\n")
+    )  # fmt: skip
+    names = "dsv32-ours,dsv32-fa3,glm-fa3,dsv32-ours-fp8,glm-ours-fp8,glm-ours"
+    import time
+
+    begin = time.time()
+    got = subprocess.run(
+        [sys.executable, script, "--out", tmp_path / "out", "--parallel", "10"]
+        + ["--budget", "12", "--steps", "1", "--only", names],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert 10 < time.time() - begin < 12 + 8
+    assert "dsv32-fa3: stopped: not up" in got.stdout
+    done = sorted(p.stem for p in (tmp_path / "out").glob("*.json"))
+    assert done == ["dsv32-ours", "dsv32-ours-fp8", "glm-ours", "glm-ours-fp8"]
 
 
 def step(median, width=1.0):

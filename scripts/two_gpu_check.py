@@ -390,7 +390,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--budget", type=float, default=440, help="every run ends by then, s"
     )
-    made.add_argument("--timeout", type=float, default=330, help="seconds a run")
+    made.add_argument("--timeout", type=float, default=600, help="seconds a run")
     made.add_argument("--steps", type=int, default=16, help="forced steps")
     made.add_argument("--seed", type=int, default=1, help="weights")
     made.add_argument("--kv-gib", type=float, default=1, help="KV cache, GiB")

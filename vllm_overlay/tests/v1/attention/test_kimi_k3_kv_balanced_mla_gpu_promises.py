@@ -7,6 +7,7 @@ allocated, plans that lanes keep apart. The kernel alone is tested in
 ``test_kimi_k3_kv_balanced_mla_kernel.py``.
 """
 
+import functools
 import gc
 from contextlib import contextmanager
 from unittest import mock
@@ -139,7 +140,7 @@ def test_replays_follow_lengths_tables_and_live_requests():
             server.set([captured] * SLOTS, stale=True)
             planned = buffers.plan.planned
             graph = promises.Graph(
-                lambda c=config, a=layers, s=server, m=metadata: forward(c, a, s, m)
+                functools.partial(forward, config, layers, server, metadata)
             )
             # One eager forward and one captured, each with a plan of its own.
             assert buffers.plan.planned - planned == (2 if ON_GPU else 1)
@@ -328,12 +329,12 @@ def requested(what):
     """Bytes asked of torch's allocator, ``current`` or ever ``allocated``."""
     if not ON_GPU:
         return 0
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+    return torch.get_device_module("cuda").memory_stats()[f"requested_bytes.all.{what}"]
 
 
 def requests():
     """How often torch's allocator was asked so far."""
-    return torch.cuda.memory_stats()["allocation.all.allocated"] if ON_GPU else 0
+    return torch.get_device_module("cuda").memory_stats()["allocation.all.allocated"] if ON_GPU else 0
 
 
 def test_a_step_allocates_nothing_but_its_output():

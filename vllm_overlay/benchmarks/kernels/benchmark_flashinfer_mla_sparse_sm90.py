@@ -80,18 +80,16 @@ TUNE_SPLITS = {
 }
 # The fields of Tile after the heads.
 TUNE_TILES = (
-    (64, 2, 4, 64, 16, 4, False),
-    (64, 2, 4, 64, 32, 4, False),
-    (64, 2, 4, 64, 32, 4, False, 32),
-    (64, 2, 4, 64, 64, 4, False),
-    (64, 2, 4, 128, 32, 4, False),
-    (64, 2, 4, 64, 16, 4, True),
-    (64, 2, 4, 64, 32, 4, True),
-    (64, 1, 4, 64, 16, 4, False),
-    (32, 2, 2, 64, 16, 4, False),
-    (32, 2, 2, 64, 32, 4, False, 32),
-    (128, 1, 4, 64, 32, 2, False),
-    (128, 2, 8, 64, 32, 2, False),
+    (64, 2, 4, 64, 16, 4),
+    (64, 2, 4, 64, 32, 4),
+    (64, 2, 4, 64, 32, 4, 32),
+    (64, 2, 4, 64, 64, 4),
+    (64, 2, 4, 128, 32, 4),
+    (64, 1, 4, 64, 16, 4),
+    (32, 2, 2, 64, 16, 4),
+    (32, 2, 2, 64, 32, 4, 32),
+    (128, 1, 4, 64, 32, 2),
+    (128, 2, 8, 64, 32, 2),
 )
 
 
@@ -218,7 +216,7 @@ def tune(module, options, log) -> None:
             print(f"\nheads {heads}, rope {rope}: us (splits)")
             print(f"{'tile':30}{'error':>8}{columns}")
             for values in TUNE_TILES:
-                name = "{} {} {} {}/{} {} {}".format(*values) + str(values[7:] or "")
+                name = "{} {} {} {}/{} {}".format(*values) + str(values[6:] or "")
                 reason = failed[(options.alone, heads, rope, values)]
                 if reason is None:
                     try:

@@ -144,17 +144,11 @@ class Emulator:
         self.copies: list[list] = [[]]
         self.nvidia = types.SimpleNamespace(
             ampere=types.SimpleNamespace(mma_v2=self.mma, async_copy=self),
-            hopper=types.SimpleNamespace(
-                warpgroup_mma=self.mma,
-                warpgroup_mma_wait=lambda pending, deps: deps,
-                fence_async_shared=lambda: None,
-            ),
         )
         for layout in (
             "BlockedLayout",
             "SliceLayout",
             "SwizzledSharedLayout",
-            "NVMMASharedLayout",
             "NVMMADistributedLayout",
             "DotOperandLayout",
         ):
@@ -232,10 +226,7 @@ class Emulator:
             dst.store(value)
         self.copies = self.copies[max(done, 0) :]
 
-    def convert_layout(self, x, layout):
-        return x
-
-    def mma(self, a, b, acc, is_async=False):
+    def mma(self, a, b, acc):
         assert a.data.dtype == b.data.dtype == torch.float16
         return Value(acc.data + a.data.float() @ b.data.float())
 
@@ -389,7 +380,6 @@ TILES = [
     module.Tile(heads=8, tokens=64, stages=1, warps=4),
     module.Tile(heads=8, tokens=32, stages=3, warps=2, pair_step=128, token_step=32),
     module.Tile(heads=16, tokens=128, stages=2, warps=8),
-    module.Tile(heads=16, tokens=64, stages=2, warps=4, wide=True),
 ]
 
 
@@ -543,7 +533,7 @@ def test_compiles_for_hopper(heads, rope, real_kernels):
     constants = dict(
         HB=tile.heads, ROPE_PAIRS=rope // 2, BN=tile.tokens, NS=tile.stages,
         NW=tile.warps, DS=tile.pair_step, TS=tile.token_step, LANES=tile.lanes,
-        WIDE=tile.wide, SPLIT=True,
+        SPLIT=True,
     )  # fmt: skip
     types = {name: "*i32" for name in ("q_nope", "q_pe", "slots", "lens", "out")}
     types |= {name: "*fp32" for name in ("lse", "part", "part_lse")}

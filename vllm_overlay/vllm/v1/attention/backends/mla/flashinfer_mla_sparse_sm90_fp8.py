@@ -74,7 +74,7 @@ def _launch_control(asm: gl.constexpr):
 @_jit
 def _stage_query(
     q, head0, heads, head_stride, HB: gl.constexpr, PAIRS: gl.constexpr,
-    NW: gl.constexpr, WIDE: gl.constexpr,
+    NW: gl.constexpr,
 ):  # fmt: skip
     """Copy HB heads of a row's query to shared memory, even and odd values apart.
 
@@ -85,12 +85,9 @@ def _stage_query(
     regs: gl.constexpr = gl.BlockedLayout(
         [1, 4], [1, 32] if wide else [4, 8], [NW, 1], [1, 0]
     )
-    if WIDE:
-        shared: gl.constexpr = gl.NVMMASharedLayout(128 if wide else 64, 16, 2)
-    else:
-        shared: gl.constexpr = gl.SwizzledSharedLayout(
-            8, 1 if wide else 2, 8 if wide else 4, [1, 0]
-        )
+    shared: gl.constexpr = gl.SwizzledSharedLayout(
+        8, 1 if wide else 2, 8 if wide else 4, [1, 0]
+    )
     head = head0 + gl.arange(0, HB, gl.SliceLayout(1, regs))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, regs))
     words = gl.load(
@@ -143,22 +140,15 @@ def _next_slots(slots, base, n, n_pe, last):
 @_jit
 def _scores(
     even_acc, odd_acc, kv, q_even, q_odd, PAIRS: gl.constexpr, STEP: gl.constexpr,
-    a: gl.constexpr, b: gl.constexpr, WIDE: gl.constexpr,
+    a: gl.constexpr, b: gl.constexpr,
 ):  # fmt: skip
     """Add K Q^T over PAIRS words to the two accumulators, STEP words at a time."""
     for i in gl.static_range(PAIRS // STEP):
         even, odd = _unpack(kv.slice(i * STEP, STEP, dim=1).load(a))
-        q0 = q_even.slice(i * STEP, STEP, dim=1).permute((1, 0))
-        q1 = q_odd.slice(i * STEP, STEP, dim=1).permute((1, 0))
-        if WIDE:
-            even_acc = gl.nvidia.hopper.warpgroup_mma(even, q0, even_acc, is_async=True)
-            odd_acc = gl.nvidia.hopper.warpgroup_mma(odd, q1, odd_acc, is_async=True)
-            even_acc, odd_acc = gl.nvidia.hopper.warpgroup_mma_wait(
-                2, deps=[even_acc, odd_acc]
-            )
-        else:
-            even_acc = gl.nvidia.ampere.mma_v2(even, q0.load(b), even_acc)
-            odd_acc = gl.nvidia.ampere.mma_v2(odd, q1.load(b), odd_acc)
+        q = q_even.slice(i * STEP, STEP, dim=1).permute((1, 0)).load(b)
+        even_acc = gl.nvidia.ampere.mma_v2(even, q, even_acc)
+        q = q_odd.slice(i * STEP, STEP, dim=1).permute((1, 0)).load(b)
+        odd_acc = gl.nvidia.ampere.mma_v2(odd, q, odd_acc)
     return even_acc, odd_acc
 
 
@@ -183,22 +173,9 @@ def _decode_kernel(
     lse,  # fp32 [rows, heads]
     part,  # fp32 [rows, splits, heads, 2, 256]: even values, odd values
     part_lse,  # fp32 [rows, splits, heads]
-    qn_row,
-    qn_head,
-    qp_row,
-    qp_head,
-    chunks,
-    slot_row,
-    out_row,
-    out_head,
-    lse_row,
-    lse_head,
-    width,
-    heads,
-    splits,
-    has_lse,
-    scale_log2,
-    k_scale,
+    qn_row, qn_head, qp_row, qp_head, chunks, slot_row,  # strides, in elements
+    out_row, out_head, lse_row, lse_head, width, heads, splits, has_lse,
+    scale_log2, k_scale,
     HB: gl.constexpr,  # heads of a block
     ROPE_PAIRS: gl.constexpr,
     BN: gl.constexpr,  # tokens of a tile
@@ -206,10 +183,9 @@ def _decode_kernel(
     NW: gl.constexpr,  # warps
     DS: gl.constexpr,  # words of a tile's row that a step of Q K^T converts
     TS: gl.constexpr,  # tokens that a step of P V converts
-    WIDE: gl.constexpr,  # Q K^T on the warpgroup's instruction, Q from shared memory
     LANES: gl.constexpr,  # threads that copy a stretch of a row together
     SPLIT: gl.constexpr,
-):
+):  # fmt: skip
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [NW, 1], [1, 0])
     copy_pe: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
@@ -217,12 +193,6 @@ def _decode_kernel(
     b: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     by_head: gl.constexpr = gl.SliceLayout(0, mma)
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
-    scores: gl.constexpr = (
-        gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, HB, 16]) if WIDE else mma
-    )
-    a_scores: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
-    score_head: gl.constexpr = gl.SliceLayout(0, scores)
-    score_row: gl.constexpr = gl.SliceLayout(1, scores)
     AHEAD: gl.constexpr = NS - 1 if NS > 1 else 1  # tiles that are under way
 
     if SPLIT:
@@ -238,8 +208,8 @@ def _decode_kernel(
     first = tiles * split // splits
     end = tiles * (split + 1) // splits
 
-    top = gl.full([HB], float("-inf"), gl.float32, score_head)
-    total = gl.full([BN, HB], 0.0, gl.float32, scores)
+    top = gl.full([HB], float("-inf"), gl.float32, by_head)
+    total = gl.full([BN, HB], 0.0, gl.float32, mma)
     even_out = gl.full([LATENT_PAIRS, HB], 0.0, gl.float32, mma)
     odd_out = gl.full([LATENT_PAIRS, HB], 0.0, gl.float32, mma)
 
@@ -269,14 +239,12 @@ def _decode_kernel(
             gl.nvidia.ampere.async_copy.commit_group()
             slot, slot_pe = _next_slots(slots, (first + i + 1) * BN, n, n_pe, last)
         q_even, q_odd = _stage_query(
-            q_nope + row64 * qn_row, head0, heads, qn_head, HB, LATENT_PAIRS, NW, WIDE
+            q_nope + row64 * qn_row, head0, heads, qn_head, HB, LATENT_PAIRS, NW
         )
         if ROPE_PAIRS > 0:
             r_even, r_odd = _stage_query(
-                q_pe + row64 * qp_row, head0, heads, qp_head, HB, ROPE_PAIRS, NW, WIDE
+                q_pe + row64 * qp_row, head0, heads, qp_head, HB, ROPE_PAIRS, NW
             )
-        if WIDE:
-            gl.nvidia.hopper.fence_async_shared()
         use = 0
         fill = AHEAD % NS
         for tile in range(first, end):
@@ -292,19 +260,10 @@ def _decode_kernel(
                     slots, (tile + AHEAD + 1) * BN, n, n_pe, last
                 )
 
-            s = gl.full([BN, HB], 0.0, gl.float32, scores)
-            s_odd = gl.full([BN, HB], 0.0, gl.float32, scores)
+            s = gl.full([BN, HB], 0.0, gl.float32, mma)
+            s_odd = gl.full([BN, HB], 0.0, gl.float32, mma)
             s, s_odd = _scores(
-                s,
-                s_odd,
-                kv.index(use),
-                q_even,
-                q_odd,
-                LATENT_PAIRS,
-                DS,
-                a_scores,
-                b,
-                WIDE,
+                s, s_odd, kv.index(use), q_even, q_odd, LATENT_PAIRS, DS, a, b
             )
             if ROPE_PAIRS > 0:
                 s, s_odd = _scores(
@@ -315,13 +274,10 @@ def _decode_kernel(
                     r_odd,
                     ROPE_PAIRS,
                     ROPE_PAIRS,
-                    a_scores,
+                    a,
                     b,
-                    WIDE,
                 )
-            if WIDE:
-                s, s_odd = gl.nvidia.hopper.warpgroup_mma_wait(0, deps=[s, s_odd])
-            token = tile * BN + gl.arange(0, BN, score_row)
+            token = tile * BN + gl.arange(0, BN, by_row)
             s = gl.where(
                 (token < length)[:, None], (s + s_odd) * scale_log2, float("-inf")
             )
@@ -332,7 +288,6 @@ def _decode_kernel(
             probs.store(p.to(gl.float16))
             # The sum over tokens waits until the end.
             total = total * shrink[None, :] + p
-            shrink = gl.convert_layout(shrink, by_head)
             even_out = even_out * shrink[None, :]
             odd_out = odd_out * shrink[None, :]
             for i in gl.static_range(BN // TS):
@@ -353,8 +308,7 @@ def _decode_kernel(
                 gl.nvidia.ampere.async_copy.commit_group()
                 slot, slot_pe = _next_slots(slots, (tile + 2) * BN, n, n_pe, last)
 
-    mass = gl.convert_layout(gl.sum(total, axis=0), by_head)
-    top = gl.convert_layout(top, by_head)
+    mass = gl.sum(total, axis=0)
     empty = mass == 0
     row_lse = gl.where(empty, float("-inf"), top + gl.log2(mass))
     norm = gl.where(empty, 0.0, k_scale / mass)
@@ -449,9 +403,6 @@ class Tile:
     """Tokens that one step of P V converts: a multiple of 16."""
     blocks_by_registers: int = 2
     """Blocks that run at once on an SM as far as registers go."""
-    wide: bool = False
-    """Q K^T on the warpgroup's MMA, which reads Q from shared memory once for all four
-    warps; else on each warp's own."""
     lanes: int = 8
     """Threads that copy a stretch of 16 bytes each of one token's row: 4 to 32. Few
     mean that a thread looks up few slots."""
@@ -711,7 +662,7 @@ class SparseFp8Decode:
             float(softmax_scale) * float(k_scale) * LOG2E, float(k_scale),
             HB=tile.heads, ROPE_PAIRS=self.rope_dim // 2, BN=tile.tokens,
             NS=tile.stages, NW=tile.warps, DS=tile.pair_step, TS=tile.token_step,
-            WIDE=tile.wide, LANES=tile.lanes, SPLIT=splits > 1, num_warps=tile.warps,
+            LANES=tile.lanes, SPLIT=splits > 1, num_warps=tile.warps,
         )  # fmt: skip
         if splits > 1:
             most = max(next_power_of_2(splits), 4)

@@ -13,18 +13,27 @@ leaves JUnit XML in DIR (default build/gpu); DIR/summary.md is the table, and is
 to the file that GITHUB_STEP_SUMMARY names.
 
   tests      the overlay's and this repository's tests
-  upstream   vLLM's own MLA backend and selector tests, which our patches extend
+  upstream   vLLM's own MLA backend and selector tests, which our patches extend, with
+             model configs of ci/offline_hub.py instead of the hub's
+  upstream-quick  of these, what runs this backend; not in the default list
   engine     scripts/engine_check.py: backends compared through vLLM's engine
   serve      scripts/serve_check.py: the tiny model through the OpenAI endpoint
   main-job   scripts/demo.py
   bench      the kernel benchmark; ratios to FLASHMLA held to ci/baseline/gpu_ratios.json
+  promises   scripts/promises.py: the tests behind docs/promises.md, sanitizer and soak
+  sparse     the sparse backend: its GPU checks, its benchmark, scripts/sparse_check.py
+  timing     scripts/engine_timing.py: decode steps of the engine against stock's
+  two-gpus   scripts/two_gpu_check.py, where there are two Hopper GPUs
 
-Part by part, a failure doesn't stop the others. KVPATCH_ENV names an environment that
-exists already.
+Part by part, a failure doesn't stop the others, and each has a time limit. KVPATCH_ENV
+names an environment that exists already. If it has vLLM and wasn't made by
+scripts/setup.sh, nothing is installed into it, and no network is needed; what is left
+out for that is said.
 TEXT
 }
 
-out="$project/build/gpu" only=tests,upstream,engine,serve,main-job,bench
+out="$project/build/gpu"
+only=tests,upstream,engine,serve,main-job,bench,promises,sparse,timing,two-gpus
 while [ $# -gt 0 ]; do
   case $1 in
     --out | --only)
@@ -43,48 +52,164 @@ if [ "$(machine_kind)" != gpu ]; then
 fi
 mkdir -p "$out"
 out=$(cd -- "$out" && pwd)
-rm -f "$out"/*.xml "$out"/*.json "$out/summary.md"
-
-"$project/scripts/setup.sh" --gpu --env-only
+rm -f "$out"/*.xml "$out"/*.json "$out/summary.md" "$out/promises/promises.json" \
+  "$out/timing/engine_timing.md" "$out/two-gpus/two_gpu_check.md"
 python="$env_dir/bin/python"
-export PATH="$env_dir/bin:$PATH"
 
+# -P: packages of the current folder are not the environment's.
+has() { "$python" -P -c 'import importlib.util, sys
+sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1" 2>/dev/null; }
 wanted() { case ",$only," in *",$1,"*) return 0 ;; *) return 1 ;; esac; }
-case_of() { # NAME COMMAND...
-  local name=$1
-  shift
-  step "$name"
-  "$python" "$project/ci/run_case.py" --junit "$out" "$name" -- "$@" || true
+case_of() { # NAME SECONDS COMMAND...
+  local name=$1 limit=$2
+  shift 2
+  step "$name (at most $limit s)"
+  "$python" "$project/ci/run_case.py" --junit "$out" --limit "$limit" "$name" -- "$@" || true
+}
+skip_case() { # NAME REASON
+  step "$1"
+  "$python" "$project/ci/run_case.py" --junit "$out" --skip "$2" "$1"
 }
 
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$out/gpu.csv"
+# An environment that somebody else made: it has vLLM, and no stamp of setup.sh.
+own=0 tree=1
+if [ -n "${KVPATCH_ENV:-}" ] && [ -x "$python" ] && has vllm &&
+  ! compgen -G "$env_dir/.kvpatch-*" >/dev/null; then
+  own=1
+fi
+if [ "$own" = 0 ]; then
+  "$project/scripts/setup.sh" --gpu --env-only
+else
+  step "skipped: installing; $env_dir has vLLM and was not made by scripts/setup.sh"
+  step "the patched package in the environment"
+  PYTHON="$python" "$project/scripts/apply.sh" --installed
+  step "the patched source tree in build/vllm"
+  if ! PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=10 PYTHON="$python" \
+    "$project/scripts/apply.sh" --no-import; then
+    tree=0
+    step "skipped: the source tree, whose release could not be fetched (KVPATCH_CACHE can hold it)"
+  fi
+fi
+export PATH="$env_dir/bin:$PATH"
+no_tree="there is no source tree in build/vllm"
+stock=$("$python" -P - <<'PY'
+import importlib.util
+from pathlib import Path
 
-if wanted tests; then
-  "$project/scripts/test.sh" --fast --junit "$out" || true
+found = importlib.util.find_spec("vllm")
+site = Path(found.submodule_search_locations[0]).parent
+name = "vllm/v1/attention/backends/mla/flashinfer_mla_sparse_sm90.py"
+print(site / ".kv-balanced-mla" / "stock" / name)
+PY
+)
+
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$out/gpu.csv"
+hoppers=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -cx '9\.0')
+
+if wanted tests && [ "$own" = 0 ]; then
+  case_of tests 1800 "$project/scripts/test.sh" --fast --junit "$out"
+elif wanted tests; then
+  step "skipped: what ci/requirements-test.txt and requirements-kernels.txt would install"
+  if has pytest; then
+    case_of repository-tests 600 "$python" -m pytest -q --rootdir "$project" \
+      -c "$project/pyproject.toml" --junitxml="$out/repository.xml" "$project/tests"
+    if [ "$tree" = 1 ]; then
+      mapfile -t files < <(cd "$project/vllm_overlay" && find tests -name 'test_*.py' | sort)
+      cd "$(tests_root)"
+      HF_HUB_OFFLINE=1 case_of overlay-tests 1800 "$python" -m pytest -p no:cacheprovider \
+        -W ignore -q -rs --no-header --junitxml="$out/overlay.xml" "${files[@]}"
+      cd "$project"
+    else
+      skip_case overlay-tests "$no_tree"
+    fi
+  else
+    skip_case tests "the environment has no pytest"
+  fi
 fi
-if wanted upstream; then
-  step "vLLM's own tests"
-  "$python" -m pip install -qq -r "$project/ci/requirements-test.txt"
-  (cd "$(tests_root)" && "$python" -m pytest -q -p no:cacheprovider --junitxml="$out/upstream.xml" \
-    tests/v1/attention/test_mla_backends.py \
-    tests/kernels/attention/test_attention_selector.py \
-    tests/test_attention_backend_registry.py) || true
+if wanted upstream || wanted upstream-quick; then
+  if [ "$own" = 0 ]; then
+    "$python" -m pip install -qq -r "$project/ci/requirements-test.txt"
+  fi
+  "$python" "$project/ci/offline_hub.py" "$out/hub"
 fi
+upstream=(env HF_HOME="$out/hub" HF_HUB_OFFLINE=1 "PYTHONPATH=$project/ci${PYTHONPATH:+:$PYTHONPATH}"
+  "$python" -m pytest -q -W ignore -p no:cacheprovider)
+for part in upstream upstream-quick; do
+  if ! wanted "$part"; then continue; fi
+  if [ "$tree" = 0 ]; then
+    skip_case "$part" "$no_tree"
+    continue
+  fi
+  cd "$(tests_root)"
+  if [ "$part" = upstream ]; then
+    case_of upstream 2400 "${upstream[@]}" --junitxml="$out/upstream-tests.xml" \
+      tests/v1/attention/test_mla_backends.py \
+      tests/v1/attention/test_flashinfer_mla_sparse_sm90.py \
+      tests/kernels/attention/test_attention_selector.py \
+      tests/test_attention_backend_registry.py
+  else
+    # Decode, verify, mixed and prefill batches once, at two pairs of scales.
+    case_of upstream-quick 300 "${upstream[@]}" --junitxml="$out/upstream-quick-tests.xml" \
+      -p one_mla_backend --mla-backend KIMI_K3_KV_BALANCED_MLA --durations=5 \
+      -k "KIMI_K3 or adaptive_varlen or deepseek-MLAPrefillBackendEnum.FLASH_ATTN-1.0-1.0-fp8-1- or deepseek-MLAPrefillBackendEnum.FLASH_ATTN-2.0-3.0-fp8-8-" \
+      tests/v1/attention/test_mla_backends.py \
+      tests/kernels/attention/test_attention_selector.py
+  fi
+  cd "$project"
+done
 if wanted engine; then
-  case_of engine "$python" "$project/scripts/engine_check.py" --dspark --out "$out/engine"
+  runs=ref-bf16,fp8-triton,ours-eager,ours-graph,ours-sync-check,ours-piecewise,ours-dspark
+  runs+=,ours-dspark-graph,ours-dspark-bf16-draft,ours-dspark-by-batch,ours-k3
+  runs+=,ours-dspark-adaptive,ours-ngram-graph
+  case_of engine 960 "$python" "$project/scripts/engine_check.py" --only "$runs" \
+    --parallel 6 --timeout 420 --budget 480 --out "$out/engine"
 fi
-if wanted serve && [ -e "$project/scripts/serve_check.py" ]; then
-  case_of serve "$python" "$project/scripts/serve_check.py" --out "$out/serve"
+if wanted serve; then
+  case_of serve 600 "$python" "$project/scripts/serve_check.py" --out "$out/serve"
 fi
 if wanted main-job; then
-  case_of main-job "$python" "$project/scripts/demo.py" --lengths 524288,2048x63
+  case_of main-job 300 "$python" "$project/scripts/demo.py" --lengths 524288,2048x63
 fi
-bench="$project/vllm_overlay/benchmarks/kernels/benchmark_kimi_k3_kv_balanced_mla.py"
-if wanted bench && [ -e "$bench" ]; then
-  case_of bench "$python" "$bench" --ratios "$out/ratios.json"
-  if [ -e "$project/ci/baseline/gpu_ratios.json" ]; then
-    case_of bench-ratios "$python" "$project/ci/check_ratios.py" "$out/ratios.json" \
-      "$project/ci/baseline/gpu_ratios.json"
+benchmarks="$project/vllm_overlay/benchmarks/kernels"
+if wanted bench; then
+  case_of bench 600 "$python" "$benchmarks/benchmark_kimi_k3_kv_balanced_mla.py" \
+    --ratios "$out/ratios.json"
+  if [ -e "$out/ratios.json" ]; then
+    case_of bench-ratios 60 "$python" "$project/ci/check_ratios.py" "$out/ratios.json" \
+      "$project/ci/baseline/gpu_ratios.json" --tolerance 0.12
+  else
+    skip_case bench-ratios "the benchmark wrote no ratios"
+  fi
+fi
+if wanted promises; then
+  case_of promises 900 "$python" "$project/scripts/promises.py" --out "$out/promises"
+fi
+if wanted sparse; then
+  with_stock=()
+  if [ -e "$stock" ]; then with_stock=(--stock "$stock"); fi
+  mkdir -p "$out/sparse"
+  case_of sparse-checks 420 "$python" \
+    "$project/vllm_overlay/tests/v1/attention/test_flashinfer_mla_sparse_sm90_gpu.py" \
+    "$out/sparse" "${with_stock[@]}"
+  case_of sparse-bench 420 "$python" "$benchmarks/benchmark_flashinfer_mla_sparse_sm90.py" \
+    --json "$out/sparse/bench.jsonl"
+  if [ -e "$stock" ]; then
+    case_of sparse-engine 660 "$python" "$project/scripts/sparse_check.py" \
+      --out "$out/sparse-engine" --stock "$stock" --parallel 10 --budget 600
+  else
+    skip_case sparse-engine "vLLM's own sparse file is not kept at $stock"
+  fi
+fi
+if wanted timing; then
+  case_of timing 960 "$python" "$project/scripts/engine_timing.py" --out "$out/timing" \
+    --timeout 300 --budget 600
+fi
+if wanted two-gpus; then
+  if [ "$hoppers" -ge 2 ]; then
+    case_of two-gpus 540 "$python" "$project/scripts/two_gpu_check.py" \
+      --out "$out/two-gpus" --parallel 16 --budget 480
+  else
+    skip_case two-gpus "it needs two Hopper GPUs and there is $hoppers"
   fi
 fi
 

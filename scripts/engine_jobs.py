@@ -154,6 +154,24 @@ class Jobs:
             job.end = self.end - min(self.share * timed, self.end / 2)
         free = [gpus for gpus, number in slots.items() for _ in range(number)]
         threads: list[threading.Thread] = []
+        try:
+            self._start_and_gate(jobs, free, threads)
+        finally:
+            # After an interrupt too: children have sessions of their own.
+            for job in jobs:
+                if job.state not in ("ended", "left out"):
+                    job.end = 0.0
+            for thread in threads:
+                thread.join()
+        return [job.name for job in jobs if job.state == "left out"]
+
+    def _start_and_gate(
+        self,
+        jobs: list[Job],
+        free: list[tuple[str, ...]],
+        threads: list[threading.Thread],
+    ) -> None:
+        """Start jobs and open gates until all have ended."""
         while any(job.state not in ("ended", "left out") for job in jobs):
             for job in jobs:
                 if job.state != "pending":
@@ -174,9 +192,6 @@ class Jobs:
                 threads.append(thread)
             self._open_gates()
             time.sleep(POLL_SECONDS)
-        for thread in threads:
-            thread.join()
-        return [job.name for job in jobs if job.state == "left out"]
 
     def _open_gates(self) -> None:
         """Let one waiting job a GPU measure if nothing else runs or starts there."""

@@ -3,8 +3,12 @@
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import engine_check
@@ -134,6 +138,31 @@ def test_jobs_that_hang_leave_the_timed_ones_their_time(tmp_path, monkeypatch, c
     text = capsys.readouterr().out
     for name in ("hangs", "hangs-warming", "timed-hangs"):
         assert f"{name}: ended with its last end" in text
+
+
+INTERRUPTED = """
+import sys
+sys.path.insert(0, {scripts!r})
+from engine_jobs import Job, Jobs
+from pathlib import Path
+sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+job = Job("sleeps", [sys.executable, "-c", sleep], gpus=("0",))
+Jobs(Path({out!r}), 600).run([job], {{("0",): 1}})
+"""
+
+
+def test_an_interrupt_ends_the_jobs_too(tmp_path):
+    script = tmp_path / "parent.py"
+    scripts = str(engine_jobs.HERE)
+    script.write_text(INTERRUPTED.format(scripts=scripts, out=str(tmp_path)))
+    parent = subprocess.Popen([sys.executable, str(script)])
+    log, limit = tmp_path / "sleeps.log", time.time() + 20
+    while not (log.exists() and log.read_text()) and time.time() < limit:
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(15) != 0
+    state = f"/proc/{log.read_text().strip()}/stat"
+    assert not os.path.exists(state) or Path(state).read_text().split()[2] == "Z"
 
 
 TWO_GPU_CHILD = """

@@ -87,7 +87,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 DEFAULT_RUNS = [n for n in RUNS if n != "dcp2-i64-dspark"]
 # For the start of a batch, 2 x 50 steps of 20 to 60 ms, and the end of the engine.
-TIMED_SHARE_SECONDS = 20.0
+TIMED_SHARE_SECONDS = 15.0
 
 
 def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_models  # noqa: E402
+import engine_report  # noqa: E402
 import engine_work  # noqa: E402
 from engine_jobs import Job, Jobs, child_command, say  # noqa: E402
 
@@ -311,70 +312,13 @@ def failures(name: str, run: dict) -> list[str]:
     return bad
 
 
-def print_runs(runs: dict[str, dict]) -> None:
-    """Print times, plans, memory and synchronisations of the runs."""
-    print(
-        "\nrun                     start s  forced s  greedy s  ragged s  peak MiB "
-        "less scratch  scratch MiB a lane  plans (planned/reused)"
-    )
-    for name, run in runs.items():
-        plans = ", ".join(
-            f"slot {p['slot']} {p['heads']}h q{p['max_q']}: "
-            f"{p['planned']}/{p['reused']}"
-            for p in run.get("plans", [])
-        )
-        state, peak = run.get("workspace", {}), run.get("memory", {}).get("peak_mib")
-        scratch = state.get("scratch_mib", [])
-        own = sum(scratch) + state.get("persistent_mib", 0.0)
-        less = "-" if peak is None else f"{peak - own:.0f}"
-        print(
-            f"{name:<24}{run['start_seconds']:>7}{run.get('forced_seconds', '-'):>10}"
-            f"{run['greedy_seconds']:>10}{run.get('ragged_seconds', '-'):>10}"
-            f"{peak or '-':>10} {less:>12}  {scratch!s:<19} {plans}"
-        )
-        if "oracle_tokens_per_verify" in run:
-            print(
-                f"    right drafts: {run['oracle_tokens_per_verify']} tokens a verify"
-            )
-        if "syncs" in run:
-            print(f"    host-device synchronisations: {len(run['syncs'])} places")
-        for sync in run.get("syncs", [])[:12]:
-            print(f"      {sync['times']:>5} x {sync['kind']}: {sync['place']}")
-
-
-def print_pairs(rows: list[dict]) -> None:
-    """Print the comparison of the runs."""
-    print(
-        "\n|difference| in nats                     prefill max    mean  decode max"
-        "    mean   tokens up to the first difference"
-    )
-    for r in rows:
-        tokens = ", ".join(
-            f"{work} {r[f'{work}_same']}/{r[f'{work}_total']}"
-            for work in ("greedy", "ragged", "oracle")
-            if f"{work}_same" in r
-        )
-        print(
-            f"{r['a'] + ' : ' + r['b']:<41}{r.get('prefill_max', '-')!s:>10}"
-            f"{r.get('prefill_mean', '-')!s:>9}{r.get('decode_max', '-')!s:>11}"
-            f"{r.get('decode_mean', '-')!s:>9}   {tokens}"
-        )
-        for part in r["parts"][:8]:
-            print(
-                f"      {part['work']} prompt {part['prompt']} step {part['step']}: "
-                f"{part['a']} or {part['b']}, {part.get('gap', 'unknown')} nats "
-                "behind the best"
-                f"{'' if part.get('among_best', True) else ' at least'}"
-            )
-
-
 def report(out: Path, names: list[str], args: argparse.Namespace) -> int:
     """Print the tables, write the JSON lines, and return the exit status."""
     runs = {
         n: json.loads(p.read_text()) for n in RUNS if (p := out / f"{n}.json").exists()
     }
     bad = [n for n in names if n not in runs]
-    print_runs(runs)
+    engine_report.print_runs(runs)
     for name, run in runs.items():
         bad += failures(name, run)
     if "ref-bf16" in runs:
@@ -396,7 +340,7 @@ def report(out: Path, names: list[str], args: argparse.Namespace) -> int:
                     f"{part['step']} differs, {part.get('gap')} nats behind the best"
                     f"{'' if part.get('among_best', True) else ' at least'}"
                 )
-    print_pairs(rows)
+    engine_report.print_pairs(rows)
     with (out / "engine_check.jsonl").open("w") as f:
         for row in rows:
             f.write(json.dumps(row) + "\n")

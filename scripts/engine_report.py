@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the engine checks: GPU time by kernel group, decode step times, traces."""
+"""Tables of the engine checks: runs and pairs, GPU time by kernel, step times."""
 
 from __future__ import annotations
 
@@ -98,6 +98,63 @@ def kernel_groups(
             for name, d in longest
         ],
     )
+
+
+def print_runs(runs: dict[str, dict]) -> None:
+    """Print times, plans, memory and synchronisations of the runs."""
+    print(
+        "\nrun                     start s  forced s  greedy s  ragged s  peak MiB "
+        "less scratch  scratch MiB a lane  plans (planned/reused)"
+    )
+    for name, run in runs.items():
+        plans = ", ".join(
+            f"slot {p['slot']} {p['heads']}h q{p['max_q']}: "
+            f"{p['planned']}/{p['reused']}"
+            for p in run.get("plans", [])
+        )
+        state, peak = run.get("workspace", {}), run.get("memory", {}).get("peak_mib")
+        scratch = state.get("scratch_mib", [])
+        own = sum(scratch) + state.get("persistent_mib", 0.0)
+        less = "-" if peak is None else f"{peak - own:.0f}"
+        print(
+            f"{name:<24}{run['start_seconds']:>7}{run.get('forced_seconds', '-'):>10}"
+            f"{run['greedy_seconds']:>10}{run.get('ragged_seconds', '-'):>10}"
+            f"{peak or '-':>10} {less:>12}  {scratch!s:<19} {plans}"
+        )
+        if "oracle_tokens_per_verify" in run:
+            print(
+                f"    right drafts: {run['oracle_tokens_per_verify']} tokens a verify"
+            )
+        if "syncs" in run:
+            print(f"    host-device synchronisations: {len(run['syncs'])} places")
+        for sync in run.get("syncs", [])[:12]:
+            print(f"      {sync['times']:>5} x {sync['kind']}: {sync['place']}")
+
+
+def print_pairs(rows: list[dict]) -> None:
+    """Print the comparison of the runs."""
+    print(
+        "\n|difference| in nats                     prefill max    mean  decode max"
+        "    mean   tokens up to the first difference"
+    )
+    for r in rows:
+        tokens = ", ".join(
+            f"{work} {r[f'{work}_same']}/{r[f'{work}_total']}"
+            for work in ("greedy", "ragged", "oracle")
+            if f"{work}_same" in r
+        )
+        print(
+            f"{r['a'] + ' : ' + r['b']:<41}{r.get('prefill_max', '-')!s:>10}"
+            f"{r.get('prefill_mean', '-')!s:>9}{r.get('decode_max', '-')!s:>11}"
+            f"{r.get('decode_mean', '-')!s:>9}   {tokens}"
+        )
+        for part in r["parts"][:8]:
+            print(
+                f"      {part['work']} prompt {part['prompt']} step {part['step']}: "
+                f"{part['a']} or {part['b']}, {part.get('gap', 'unknown')} nats "
+                "behind the best"
+                f"{'' if part.get('among_best', True) else ' at least'}"
+            )
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:

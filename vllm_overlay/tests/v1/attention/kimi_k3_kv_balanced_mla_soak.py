@@ -33,6 +33,10 @@ tiles: Any = importlib.import_module(PACKAGE + ".config")
 MAX_ERROR = 0.04
 MAX_ERROR_OF_FEW_ROWS = 2**-4 + 0.005
 FEW_ROWS = 256
+# The tensor core cuts each product of P V at 2**-13 of the largest one's power of two,
+# downwards. About 2**-12 of V's size stays in the output whatever the length, which
+# shows where many keys of mean 0 share the weight and the output itself is small.
+V_BIAS = 3.5e-4
 MAX_ROW_KEYS = 20_000_000  # rows x keys that the reference attends in one piece
 MAX_TOKENS = 600_000
 CHECKED_REQUESTS = 6
@@ -194,7 +198,10 @@ def run_batch(d: Draw) -> tuple[float, float, float]:
     relative = math.sqrt(error / square)
     few = case.rows * len(picked) < FEW_ROWS
     most = MAX_ERROR_OF_FEW_ROWS if few else MAX_ERROR
-    assert relative <= most, f"error {relative:.5f}"
+    values = len(picked) * case.rows * kernel_test.LATENT
+    v_size = math.sqrt(1 + d.mean**2)
+    most += V_BIAS * v_size / math.sqrt(square / values)
+    assert relative <= most, f"error {relative:.5f}, allowed {most:.5f}"
     return relative, product / square - 1, lse_error
 
 

@@ -325,16 +325,21 @@ def test_host_bounds_do_not_change_the_result():
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
-def requested(what):
-    """Bytes asked of torch's allocator, ``current`` or ever ``allocated``."""
+def allocator(count):
+    """One of torch's counts; 0 without a GPU."""
     if not ON_GPU:
         return 0
-    return torch.get_device_module("cuda").memory_stats()[f"requested_bytes.all.{what}"]
+    return torch.get_device_module("cuda").memory_stats()[count]
+
+
+def requested(what):
+    """Bytes asked of torch's allocator, ``current`` or ever ``allocated``."""
+    return allocator(f"requested_bytes.all.{what}")
 
 
 def requests():
     """How often torch's allocator was asked so far."""
-    return torch.get_device_module("cuda").memory_stats()["allocation.all.allocated"] if ON_GPU else 0
+    return allocator("allocation.all.allocated")
 
 
 def test_a_step_allocates_nothing_but_its_output():

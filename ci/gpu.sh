@@ -206,8 +206,7 @@ if wanted timing; then
 fi
 if wanted two-gpus; then
   if [ "$hoppers" -ge 2 ]; then
-    case_of two-gpus 540 "$python" "$project/scripts/two_gpu_check.py" \
-      --out "$out/two-gpus" --parallel 16 --budget 480
+    case_of two-gpus 660 "$python" "$project/scripts/two_gpu_check.py" --out "$out/two-gpus"
   else
     skip_case two-gpus "it needs two Hopper GPUs and there is $hoppers"
   fi

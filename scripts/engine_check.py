@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_models  # noqa: E402
 import engine_report  # noqa: E402
 import engine_work  # noqa: E402
-from engine_jobs import Job, Jobs, child_command, say  # noqa: E402
+from engine_jobs import Job, Jobs, child_command, compile_bytecode, say  # noqa: E402
 
 OURS = "KIMI_K3_KV_BALANCED_MLA"
 DRAFT_LAYERS = 2
@@ -361,7 +361,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--heads", type=int, default=12, help="MLA heads")
     made.add_argument("--steps", type=int, default=16, help="forced steps")
     made.add_argument("--greedy", type=int, default=24, help="greedy tokens")
-    made.add_argument("--no-ragged", dest="ragged", action="store_false")
+    made.add_argument(
+        "--no-ragged", dest="ragged", action="store_false", help="no ragged waves"
+    )
     made.add_argument("--seed", type=int, default=1, help="weights")
     made.add_argument("--kv-gib", type=float, default=4, help="KV cache, GiB")
     made.add_argument("--gpus", default="0", help="GPUs, comma separated")
@@ -369,7 +371,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--timeout", type=float, default=420, help="seconds a run")
     made.add_argument("--wait", type=float, default=180, help="for a reference, s")
     made.add_argument("--budget", type=float, default=1e9, help="no start after, s")
-    made.add_argument("--limit", type=float, default=0.5, help="decode mean, nats")
+    made.add_argument("--limit", type=float, default=0.5, help="most decode mean, nats")
     made.add_argument("--tie", type=float, default=0.3, help="a near tie, nats")
     made.add_argument("--report", action="store_true", help="compare only")
     made.add_argument("--child", help=argparse.SUPPRESS)
@@ -391,6 +393,7 @@ def main() -> int:
     if unknown := [n for n in names if n not in RUNS]:
         made.error(f"unknown runs {unknown}; there are {', '.join(RUNS)}")
     if not args.report:
+        compile_bytecode()
         # References first: runs with right drafts wait for them.
         names.sort(key=lambda n: reference_of(n) is not None)
         for name in names:

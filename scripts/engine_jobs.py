@@ -8,6 +8,8 @@ jobs that hang can't keep the others from measuring, nor the caller from its rep
 
 from __future__ import annotations
 
+import compileall
+import importlib.util
 import os
 import subprocess
 import sys
@@ -41,6 +43,21 @@ def environment(**more: str) -> dict[str, str]:
     )
     env.update(more)
     return env
+
+
+def compile_bytecode(package: str = "vllm") -> None:
+    """Compile a package's bytecode before children that would each do it start.
+
+    An installer leaves bytecode behind, an unpacked archive doesn't. Nothing happens
+    if there is some, if the folder can't be written, or if there is no such package.
+    """
+    spec = importlib.util.find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or []:
+        cached = importlib.util.cache_from_source(os.path.join(folder, "__init__.py"))
+        if os.path.exists(cached) or not os.access(folder, os.W_OK):
+            continue
+        say(f"{folder} has no bytecode: compiling it once for all engines")
+        compileall.compile_dir(folder, quiet=2, workers=0)
 
 
 class Gate:
@@ -118,8 +135,8 @@ class Jobs:
         timeout: Seconds that a job may take.
         budget: Seconds after the start of the script from which no job is started.
         end: Seconds after the start of the script at which every job is killed.
-        share: Seconds before `end` that each timed job can count on: what hangs or
-            still starts is killed so much earlier.
+        share: Seconds before `end` that each timed job can count on: from then on no
+            job is started, and once a timed one is warm, what isn't is killed.
 
     """
 
@@ -138,6 +155,7 @@ class Jobs:
         self.share = share
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
+        self._reserved = end  # from here on the time is the timed jobs'
 
     def run(self, jobs: list[Job], slots: dict[tuple[str, ...], int]) -> list[str]:
         """Run the jobs in order and return the names of those left out.
@@ -150,8 +168,9 @@ class Jobs:
         """
         self._jobs = jobs
         timed = sum(job.timed for job in jobs)
+        self._reserved = self.end - min(self.share * timed, self.end / 2)
         for job in jobs:
-            job.end = self.end - min(self.share * timed, self.end / 2)
+            job.end = self.end
         free = [gpus for gpus, number in slots.items() for _ in range(number)]
         threads: list[threading.Thread] = []
         try:
@@ -176,7 +195,7 @@ class Jobs:
             for job in jobs:
                 if job.state != "pending":
                     continue
-                if time.time() - START > (limit := min(self.budget, job.end)):
+                if time.time() - START > (limit := min(self.budget, self._reserved)):
                     job.state = "left out"
                     say(f"{job.name}: not run, {limit:.0f} s are over")
                     continue
@@ -190,17 +209,37 @@ class Jobs:
                 thread = threading.Thread(target=self._run_one, args=(job, free))
                 thread.start()
                 threads.append(thread)
+            self._make_room()
             self._open_gates()
             time.sleep(POLL_SECONDS)
+
+    def _is_warm(self, job: Job) -> bool:
+        """Tell whether a job runs and waits for its turn to measure."""
+        warm = job.timed and Gate(self.out, job.name).ready.exists()
+        return job.state == "running" and warm
+
+    def _make_room(self) -> None:
+        """In the timed jobs' part, end what keeps a warm one from measuring.
+
+        While none is warm, the rest may go on: ending it would gain nothing.
+        """
+        now = time.time() - START
+        if now < self._reserved:
+            return
+        warm = [job for job in self._jobs if self._is_warm(job)]
+        for job in self._jobs:
+            if (
+                job.state == "running"
+                and job not in warm
+                and any(set(job.gpus) & set(other.gpus) for other in warm)
+            ):
+                job.end = min(job.end, now)
 
     def _open_gates(self) -> None:
         """Let one waiting job a GPU measure if nothing else runs or starts there."""
         for job in self._jobs:
-            gate = Gate(self.out, job.name)
-            if job.state != "running" or not job.timed or not gate.ready.exists():
+            if not self._is_warm(job):
                 continue
-            # Warm: it may wait for its turn until the end.
-            job.end = self.end
             others = [
                 other
                 for other in self._jobs
@@ -210,7 +249,7 @@ class Jobs:
             if any(
                 other.state in ("pending", "measuring")
                 or other.state == "running"
-                and not (other.timed and Gate(self.out, other.name).ready.exists())
+                and not self._is_warm(other)
                 for other in others
             ):
                 continue
@@ -220,7 +259,7 @@ class Jobs:
             now = time.time() - START
             waiting = sum(o.timed and o.state == "running" for o in others) + 1
             job.end = now + (self.end - now) / waiting
-            gate.open.touch()
+            Gate(self.out, job.name).open.touch()
 
     def _run_one(self, job: Job, free: list[tuple[str, ...]]) -> None:
         log_path = self.out / f"{job.name}.log"

@@ -30,7 +30,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_models  # noqa: E402
 import engine_report  # noqa: E402
-from engine_jobs import Gate, Job, Jobs, child_command, say  # noqa: E402
+from engine_jobs import (  # noqa: E402
+    Gate,
+    Job,
+    Jobs,
+    child_command,
+    compile_bytecode,
+    say,
+)
 
 OURS = "KIMI_K3_KV_BALANCED_MLA"
 REQUESTS = 64
@@ -346,7 +353,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpus", default="0", help="GPUs, comma separated")
     made.add_argument("--layers", type=int, default=48, help="every second is MLA")
     made.add_argument("--k3-kda", action="store_true", help="Kimi K3's own KDA layers")
-    made.add_argument("--mixes", default=",".join(MIXES))
+    made.add_argument("--mixes", default=",".join(MIXES), help="comma separated")
     made.add_argument("--steps", type=int, default=40, help="timed steps a mix")
     made.add_argument("--warm", type=int, default=10, help="steps before")
     made.add_argument("--trace", type=int, default=3, help="profiled steps, 0: none")
@@ -377,6 +384,7 @@ def main() -> int:
         made.error(f"unknown mixes {unknown}; there are {', '.join(MIXES)}")
     left_out: list[str] = []
     if not args.report:
+        compile_bytecode()
         gpus = args.gpus.split(",")
         for wave in waves(names, gpus, args):
             jobs = Jobs(out, args.timeout, args.budget)

@@ -53,6 +53,7 @@ def test_two_gpu_check_ends_in_time_whatever_hangs(tmp_path, monkeypatch, capsys
     )
     monkeypatch.setattr(engine_jobs, "START", begin := time.time())
     monkeypatch.setattr(two_gpu_check, "write_models", lambda args: None)
+    monkeypatch.setattr(two_gpu_check, "compile_bytecode", lambda: None)
     monkeypatch.setattr(two_gpu_check, "TIMED_SHARE_SECONDS", 3.0)
     monkeypatch.setattr(
         two_gpu_check,

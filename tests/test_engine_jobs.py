@@ -131,6 +131,51 @@ def test_jobs_that_hang_leave_the_timed_ones_their_time(tmp_path, monkeypatch, c
         assert f"{name}: ended with its last end" in text
 
 
+SLOW = """
+import sys, time
+from pathlib import Path
+if sys.argv[1] == "slow":
+    time.sleep(3.5)
+    Path({out!r}, "slow.span").touch()
+else:
+    time.sleep(600)
+"""
+
+
+def test_no_job_is_ended_for_timed_ones_that_are_not_warm(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_jobs, "START", time.time())
+    script = tmp_path / "child.py"
+    script.write_text(SLOW.format(out=str(tmp_path)))
+    jobs = [
+        engine_jobs.Job(
+            name, [sys.executable, str(script), name], gpus=("0",), timed=timed
+        )
+        for name, timed in (("slow", False), ("never-warm", True))
+    ]
+    runner = engine_jobs.Jobs(tmp_path, 60, budget=5, end=5, share=5)
+    assert runner.run(jobs, {("0",): 2}) == []
+    assert (tmp_path / "slow.span").exists()
+
+
+def test_bytecode_is_compiled_once_where_there_is_none(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "unpacked_engine"
+    (package / "inner").mkdir(parents=True)
+    for path in (package / "__init__.py", package / "inner" / "part.py"):
+        path.write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    compiled = package / "inner" / "__pycache__"
+
+    engine_jobs.compile_bytecode("unpacked_engine")
+    assert [p.name.split(".")[0] for p in compiled.iterdir()] == ["part"]
+    assert "has no bytecode" in capsys.readouterr().out
+
+    (package / "inner" / "later.py").write_text("x = 2\n")
+    engine_jobs.compile_bytecode("unpacked_engine")
+    assert len(list(compiled.iterdir())) == 1
+    engine_jobs.compile_bytecode("no_such_engine")
+    assert not capsys.readouterr().out
+
+
 INTERRUPTED = """
 import sys
 sys.path.insert(0, {scripts!r})

@@ -11,6 +11,7 @@ three of the real models are; a fourth layer has experts.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ DENSE_LAYERS = 3
 # few of the 2048 tokens carry most of the weight. At 1 the softmax is so flat that the
 # output is close to zero, and a wrong attention would hardly change a logit.
 SHARPNESS = 2.5
+# The first transformers with the layer type "indexed_attention" of glm_config.
+TRANSFORMERS = (5, 18)
 BACKEND = "FLASHINFER_MLA_SPARSE_SM90"
 MODULE = "vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90"
 
@@ -119,6 +122,25 @@ def glm_config(layers: int = LAYERS, heads: int = 8) -> dict[str, Any]:
 
 
 MODELS = {"dsv32": deepseek_config, "glm": glm_config}
+
+
+def transformers_gap() -> str:
+    """Return why this environment can't read the GLM model's config; empty if it can.
+
+    A missing transformers is no gap: the engine says that itself.
+    """
+    try:
+        got = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    if tuple(int(part) for part in got.split(".")[:2]) >= TRANSFORMERS:
+        return ""
+    wanted = ".".join(map(str, TRANSFORMERS))
+    return (
+        "the glm runs are left out: their config has layers of type "
+        f"'indexed_attention', which transformers {got} doesn't know; it takes "
+        f"{wanted} or newer. Install that, or name other runs with --only"
+    )
 
 
 def attention_only(config: Any) -> Any:

@@ -31,9 +31,11 @@ def compare(
 def main() -> int:
     """Print the comparison; return 1 when a case is slower or missing."""
     made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("result", type=Path)
-    made.add_argument("record", type=Path)
-    made.add_argument("--tolerance", type=float, default=0.12)
+    made.add_argument("result", type=Path, help="what a benchmark wrote")
+    made.add_argument("record", type=Path, help="what it is held to")
+    made.add_argument(
+        "--tolerance", type=float, default=0.12, help="share that is still no fault"
+    )
     made.add_argument("--write", action="store_true", help="make it the record")
     args = made.parse_args()
     result = json.loads(args.result.read_text())

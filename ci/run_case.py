@@ -92,8 +92,8 @@ def main() -> int:
     made.add_argument("--junit", type=Path, required=True, help="folder for the XML")
     made.add_argument("--limit", type=float, help="seconds that it may take")
     made.add_argument("--skip", default="", help="run nothing, for this reason")
-    made.add_argument("name")
-    made.add_argument("command", nargs=argparse.REMAINDER)
+    made.add_argument("name", help="of the test case and its XML")
+    made.add_argument("command", nargs=argparse.REMAINDER, help="after `--`")
     args = made.parse_args()
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if bool(words) == bool(args.skip):

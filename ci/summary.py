@@ -102,8 +102,8 @@ def markdown(folder: Path, title: str) -> tuple[str, bool]:
 def main() -> int:
     """Print the summary; return 1 when something failed."""
     made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("folder", type=Path)
-    made.add_argument("--title", default="Tests")
+    made.add_argument("folder", type=Path, help="where the parts left their XML")
+    made.add_argument("--title", default="Tests", help="heading of the summary")
     args = made.parse_args()
     text, good = markdown(args.folder, args.title)
     print(text)

@@ -87,12 +87,7 @@ RUNS: dict[str, dict[str, Any]] = {
     # 8 query tokens without a draft model.
     "ours-ngram-graph": dict(
         OURS_FP8,
-        spec=dict(
-            method="ngram_gpu",
-            num_speculative_tokens=SPECULATIVE_TOKENS,
-            prompt_lookup_min=2,
-            prompt_lookup_max=3,
-        ),
+        spec=engine_work.ngram_drafts(SPECULATIVE_TOKENS),
     ),
 }
 # Right drafts: fewest tokens a verify. 7 drafts of which 0 to 7 are right accept more

@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_models  # noqa: E402
 import engine_report  # noqa: E402
+import engine_work  # noqa: E402
 from engine_jobs import (  # noqa: E402
     Gate,
     Job,
@@ -115,12 +116,7 @@ def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
         enable_flashinfer_autotune=False,
     )
     if run["queries"] > 1:
-        options["speculative_config"] = dict(
-            method="ngram_gpu",
-            num_speculative_tokens=run["queries"] - 1,
-            prompt_lookup_min=2,
-            prompt_lookup_max=3,
-        )
+        options["speculative_config"] = engine_work.ngram_drafts(run["queries"] - 1)
     return options
 
 
@@ -344,10 +340,7 @@ def waves(
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    made = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     made.add_argument("--out", default="build/engine_timing", help="result folder")
     made.add_argument("--only", help="runs, comma separated: " + ", ".join(RUNS))
     made.add_argument("--gpus", default="0", help="GPUs, comma separated")

@@ -36,6 +36,16 @@ RAGGED: tuple[tuple[tuple[int, ...], int], ...] = (
 )
 
 
+def ngram_drafts(tokens: int) -> dict[str, Any]:
+    """Return the speculative config of n-gram drafts: always `tokens`, no model."""
+    return dict(
+        method="ngram_gpu",
+        num_speculative_tokens=tokens,
+        prompt_lookup_min=2,
+        prompt_lookup_max=3,
+    )
+
+
 def prompts(vocab: int, lengths: tuple[int, ...] = PROMPT_TOKENS) -> list[list[int]]:
     """Return prompts of these lengths, as token ids."""
     rng = random.Random(7)

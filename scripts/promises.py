@@ -316,7 +316,9 @@ def main() -> int:
     """Run, check the list, or write the table."""
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     made.add_argument("--out", type=Path, help="run; results go to this folder")
-    made.add_argument("--soak", type=float, default=120.0, metavar="SECONDS")
+    made.add_argument(
+        "--soak", type=float, default=120.0, metavar="SECONDS", help="0: no soak"
+    )
     made.add_argument(
         "--soak-at", type=float, default=90.0, metavar="SECONDS",
         help="start the soak then, or earlier if nothing else runs any more",

@@ -140,12 +140,7 @@ def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 cudagraph_mode="FULL_DECODE_ONLY",
                 cudagraph_capture_sizes=[TIMED_REQUESTS * TIMED_QUERIES],
             ),
-            speculative_config=dict(
-                method="ngram_gpu",
-                num_speculative_tokens=TIMED_QUERIES - 1,
-                prompt_lookup_min=2,
-                prompt_lookup_max=3,
-            ),
+            speculative_config=engine_work.ngram_drafts(TIMED_QUERIES - 1),
         )
         return options
     options.update(

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """apply, check, reverse and status on tiny trees of every kind."""
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,31 @@ def test_half_applied_by_hand_is_refused_and_reverse_helps(tiny, tree, done):
         (tree / path).write_bytes((other / path).read_bytes())
     said = fails(tiny, tree)
     assert "half patched" in said and done[0] in said
+    run(tiny, tree, "--reverse")
+    assert snapshot(tree) == stock
+
+
+def test_reverse_without_a_record_takes_replaced_files_from_the_release(
+    tiny, tmp_path, monkeypatch
+):
+    release = tmp_path / "vllm-1.2.3.tar.gz"
+    with tarfile.open(release, "w:gz") as tar:
+        tar.add(tiny.tree(tmp_path / "stock"), "vllm-1.2.3")
+    digest = hashlib.sha256(release.read_bytes()).hexdigest()
+    pin = tiny.root / "UPSTREAM.toml"
+    pin.write_text(
+        pin.read_text().replace('sdist_sha256 = "00"', f'sdist_sha256 = "{digest}"')
+    )
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("KVPATCH_CACHE", str(cache))
+    tree = tiny.tree(tmp_path / "tree")
+    stock = snapshot(tree)
+    run(tiny, tree)
+    shutil.rmtree(tree / transact.STATE_DIR)
+    said = fails(tiny, tree, "--reverse")
+    assert f"{SHADOWED}: its original is not known" in said and "kv.py fetch" in said
+    (cache / digest[:16]).mkdir(parents=True)
+    shutil.copy(release, cache / digest[:16])
     run(tiny, tree, "--reverse")
     assert snapshot(tree) == stock
 

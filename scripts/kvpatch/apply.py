@@ -11,6 +11,7 @@ from typing import Any
 
 from . import probe
 from .errors import PatchSetError
+from .fetch import cached_member
 from .patchset import PatchSet
 from .state import (
     OTHER,
@@ -172,6 +173,7 @@ def reverse(target: Target, patch_set: PatchSet, discard: bool = False) -> bool:
         if discard:
             edited = [f for f in edited if not _recover(state, f)]
         lost = [f for f in files if f.origin != "overlay" and f.stock is None]
+        lost = [f for f in lost if f in edited or not _take_released(patch_set, f)]
         if edited or lost:
             raise PatchSetError(
                 "the target can't be made stock; nothing was changed",
@@ -180,9 +182,11 @@ def reverse(target: Target, patch_set: PatchSet, discard: bool = False) -> bool:
                     for f in {f.path: f for f in [*edited, *lost]}.values()
                 ),
                 allowed="files as they were patched",
-                todo="keep the edits with scripts/export.sh, or add --discard"
-                if not discard
-                else "unpack or install the release anew",
+                todo="unpack or install the release anew"
+                if edited and discard
+                else "keep the edits with scripts/export.sh, or add --discard"
+                if edited
+                else "run scripts/kv.py fetch, which has the originals, and try again",
             )
         changes = [Change(f.path, f.now, f.stock) for f in files if f.now != f.stock]
         # A record that a cut-off run didn't write doesn't know the folders it made.
@@ -238,6 +242,17 @@ def _recover(state: TreeState, f: FileState) -> bool:
         if kept is not None and sha256(kept) == noted["stock"]:
             f.stock = kept
     return noted["stock"] is None or f.stock is not None
+
+
+def _take_released(patch_set: PatchSet, f: FileState) -> bool:
+    """Take the original of a replaced file from the cached release, if it is there."""
+    pinned = patch_set.pin.shadow.get(f.path)
+    if pinned is None:
+        return False
+    data = cached_member(patch_set.pin, f.path)
+    if data is not None and sha256(data) == pinned:
+        f.stock = data
+    return f.stock is not None
 
 
 def _overlay_dirs(files: list[FileState]) -> list[str]:

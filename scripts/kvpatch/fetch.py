@@ -171,6 +171,19 @@ def fetch_release(
     return kept
 
 
+def cached_member(pin: Pin, path: str) -> bytes | None:
+    """Return a file of the pinned source release, if the release is in the cache."""
+    for kept in sorted((cache_dir() / pin.sdist_sha256[:16]).glob("*")):
+        if sha256_of(kept) != pin.sdist_sha256:
+            continue
+        with tarfile.open(kept) as tar:
+            for member in tar:
+                if member.isfile() and member.name.partition("/")[2] == path:
+                    file = tar.extractfile(member)
+                    return file.read() if file else None
+    return None
+
+
 def fetch_any(project: str, version: str) -> Path:
     """Return the source release of any version, for comparison only: no hash is known.
 

@@ -6,8 +6,9 @@
     python benchmark_flashinfer_mla_sparse_sm90.py --tune [--json FILE]
 
 Times are microseconds of a layer: a CUDA graph of 12 launches, which walk 4 copies of
-the cache as layers do, median of 7 replays. TB/s counts each gathered byte once. Before
-a kernel is timed, its output is compared with float64.
+the cache as layers do, median of 7 replays. TB/s counts each gathered byte once. What
+our kernel wrote is compared with float64; a wrong result is marked, and the exit status
+of a run without ``--tune`` is then 1.
 """
 
 import argparse
@@ -33,7 +34,6 @@ def load_alone():
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
 
-    parent = None
     for name in ("vllm", "vllm.triton_utils", "vllm.utils", "vllm.utils.math_utils"):
         sys.modules[name] = types.ModuleType(name)
     parent = sys.modules["vllm.triton_utils"]
@@ -144,7 +144,7 @@ def timed(call, caches: list[torch.Tensor]) -> tuple[float, float]:
     """Median and relative spread of a launch's time, in us, over graph replays."""
     for cache in caches:
         call(cache)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(LAUNCHES):
@@ -156,7 +156,7 @@ def timed(call, caches: list[torch.Tensor]) -> tuple[float, float]:
         start.record()
         graph.replay()
         end.record()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         times.append(start.elapsed_time(end) / LAUNCHES * 1e3)
     middle = statistics.median(times)
     return middle, (max(times) - min(times)) / middle
@@ -173,7 +173,7 @@ def compile_tile(job: tuple) -> str | None:
                 2, heads, rope, WIDTH, DEVICE, tile=tile, splits=splits
             )
             decoder.warm_up()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     except Exception as error:  # noqa: BLE001 - one variant must not stop the rest
         return f"{type(error).__name__}: {str(error)[:300]}"
     return None
@@ -300,8 +300,14 @@ class FlashInfer:
         )  # fmt: skip
 
 
-def compare(module, options, log) -> None:
-    """Time the chosen kernels, and FlashInfer where it can be imported."""
+def compare(module, options, log) -> int:
+    """Time the chosen kernels, and FlashInfer where it can be imported.
+
+    Returns:
+        How many of our results were wrong.
+
+    """
+    wrong = 0
     peers = importlib.util.find_spec("flashinfer") is not None and not options.no_peers
     header = f"{'heads':>5}{'rope':>5}{'rows':>6}{'splits':>7}{'us':>9}{'TB/s':>7}"
     header += f"{'error':>8}"
@@ -319,6 +325,8 @@ def compare(module, options, log) -> None:
                 splits = decoder.num_splits(rows)
                 line = f"{heads:5}{rope:5}{rows:6}{splits:7}{us:9.1f}{rate:7.2f}"
                 line += f"{error:8.4f}"
+                good = error < MAX_ERROR  # False for NaN
+                wrong += not good
                 result = dict(
                     heads=heads, rope=rope, rows=rows, splits=splits, error=error,
                     us=round(us, 2), spread=round(spread, 3), TBs=round(rate, 3),
@@ -337,13 +345,14 @@ def compare(module, options, log) -> None:
                     except Exception as reason:  # noqa: BLE001 - a peer may not run
                         line += f"{'failed':>9}"
                         result[f"flashinfer_{name}_failed"] = str(reason)[:300]
-                print(line, flush=True)
+                print(line if good else f"{line}  WRONG", flush=True)
                 log(result)
         del caches, wide
+    return wrong
 
 
-def main() -> None:
-    """Parse the command line and run."""
+def main() -> int:
+    """Parse the command line and run; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tune", action="store_true", help="time every variant")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
@@ -363,8 +372,11 @@ def main() -> None:
 
     module = load(options.alone)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    (tune if options.tune else compare)(module, options, log)
+    if options.tune:
+        tune(module, options, log)
+        return 0
+    return 1 if compare(module, options, log) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

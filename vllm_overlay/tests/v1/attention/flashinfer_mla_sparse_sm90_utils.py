@@ -153,7 +153,6 @@ class FakeWrapper:
         self.backend = backend
         self.workspace = float_workspace_buffer
         self.plans = []
-        self.runs = []
         FakeWrapper.made.append(self)
 
     def plan(self, *, metadata, **facts):
@@ -177,18 +176,15 @@ class FakeWrapper:
             _kv_indices_buf=metadata.kv_indices,
         )
 
-    def run(self, *, query, kv_cache, return_lse=False, ckv_scale=None, kpe_scale=None):
+    def run(self, *, query, kv_cache, return_lse=False):
         facts = self.plans[-1][1]
-        self.runs.append((query, kv_cache, ckv_scale, kpe_scale))
         planned = self._planned_backend
-        latent = kv_cache[0].float() * (ckv_scale or 1.0)
-        rope = kv_cache[1].float() * (kpe_scale or 1.0)
         out, lse = execute(
             self.layout,
             planned._int_workspace_buffer.view(torch.int32),
             planned._kv_indices_buf,
             torch.cat(query, -1),
-            torch.cat((latent, rope), -1).squeeze(1),
+            torch.cat(kv_cache, -1).squeeze(1),
             facts["sm_scale"],
         )
         out = out.to(query[0].dtype)

@@ -414,6 +414,14 @@ def test_more_heads_than_the_kernel_takes_are_refused(planned):
         utils.make_builder(backend, CPU, 129, 64)
 
 
+def test_another_cache_type_is_refused(made):
+    with pytest.raises(ValueError, match="bfloat16 or float8_e4m3fn.*torch.float16"):
+        backend._SM90State(
+            CPU, 4, torch.float16, 8, WIDTH, 512, 64, 0.1, TOPK, index_kpool=1
+        )
+    assert not made
+
+
 # -- selection ---------------------------------------------------------------------
 
 

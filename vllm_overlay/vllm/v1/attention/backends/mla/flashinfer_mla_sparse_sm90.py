@@ -185,6 +185,10 @@ class _SM90State:
         index_kpool: Tokens that it pools; 1 without pooling.
         return_lse: Also compute the base-2 LSE.
 
+    Raises:
+        ValueError: Another latent width or cache type, or a shape that the decode of
+            that cache can't take.
+
     """
 
     def __init__(
@@ -203,6 +207,11 @@ class _SM90State:
     ) -> None:
         if kv_lora_rank != LATENT:
             raise ValueError(f"kv_lora_rank must be {LATENT}, got {kv_lora_rank}")
+        if kv_dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+            raise ValueError(
+                f"FLASHINFER_MLA_SPARSE_SM90 reads a bfloat16 or float8_e4m3fn KV "
+                f"cache, got {kv_dtype}; set kv_cache_dtype to bfloat16 or fp8"
+            )
         self.device = device
         self.kv_dtype = kv_dtype
         self.index_topk = index_topk
@@ -226,7 +235,6 @@ class _SM90State:
             self.flashinfer = FlashInferSparseDecode(
                 device,
                 num_heads,
-                kv_dtype,
                 max_tokens,
                 qk_rope_head_dim,
                 sm_scale,
@@ -290,7 +298,7 @@ class _SM90State:
         rows, heads = q_nope.shape[:2]
         counts = self.counts[:rows]
         if self.flashinfer is not None:
-            return self.flashinfer.decode(q_nope, q_pe, cache, counts, k_scale)
+            return self.flashinfer.decode(q_nope, q_pe, cache, counts)
         assert self.fp8 is not None and k_scale is not None
         # The query may be a transposed view; the output is packed.
         out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""FlashInfer's FA3 MLA kernel under a schedule that the device computes.
+"""FlashInfer's FA3 MLA kernel on a bf16 cache, scheduled by the device.
 
 FlashInfer plans once, while the model starts: that loads (or builds) its kernel, fixes
 the grid, and reports where the kernel looks for its work. From then on
@@ -62,7 +62,6 @@ class FlashInferSparseDecode:
     Args:
         device: Where it runs.
         num_heads: Query heads, 1 to 128.
-        kv_dtype: ``torch.bfloat16`` or ``torch.float8_e4m3fn``.
         max_rows: The most query tokens of a forward.
         rope_dim: 0 or 64.
         sm_scale: Softmax scale.
@@ -81,7 +80,6 @@ class FlashInferSparseDecode:
         self,
         device: torch.device,
         num_heads: int,
-        kv_dtype: torch.dtype,
         max_rows: int,
         rope_dim: int,
         sm_scale: float,
@@ -99,7 +97,6 @@ class FlashInferSparseDecode:
             )
         self.device = device
         self.num_heads = num_heads
-        self.kv_dtype = kv_dtype
         self.max_rows = max_rows
         self.rope_dim = rope_dim
         self.sm_scale = sm_scale
@@ -174,7 +171,7 @@ class FlashInferSparseDecode:
             causal=False,
             sm_scale=self.sm_scale,
             q_data_type=torch.bfloat16,
-            kv_data_type=self.kv_dtype,
+            kv_data_type=torch.bfloat16,
             query_layout="split",
             kv_cache_layout="split",
             lse_mode="base2" if self.return_lse else "none",
@@ -252,13 +249,10 @@ class FlashInferSparseDecode:
             order = torch.randperm(self.width, device=self.device, generator=random)
             table[row, :length] = order[:length].to(torch.int32) + 1
         q = normal(rows, self.num_heads, LATENT + self.rope_dim)
-        return _Probe(contexts, lengths, q, cache.to(self.kv_dtype), table)
+        return _Probe(contexts, lengths, q, cache, table)
 
     def _run_probe(self, probe: _Probe) -> tuple[torch.Tensor, torch.Tensor | None]:
-        k_scale = 1.0 if self.kv_dtype == torch.float8_e4m3fn else None
-        return self._run(
-            probe.q[..., :LATENT], probe.q[..., LATENT:], probe.cache, k_scale
-        )
+        return self._run(probe.q[..., :LATENT], probe.q[..., LATENT:], probe.cache)
 
     def _run_probe_as_planned(
         self, probe: _Probe
@@ -312,16 +306,12 @@ class FlashInferSparseDecode:
         q_nope: torch.Tensor,
         q_pe: torch.Tensor,
         cache: torch.Tensor,
-        k_scale: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = cache.unsqueeze(1)
-        # The cache writers divide the rope part by the same scale as the latent.
-        scales = {} if k_scale is None else {"ckv_scale": k_scale, "kpe_scale": k_scale}
         result = self.wrapper.run(
             query=(q_nope, q_pe),
             kv_cache=(rows[..., :LATENT], rows[..., LATENT:]),
             return_lse=self.return_lse,
-            **scales,
         )
         return result if self.return_lse else (result, None)
 
@@ -331,16 +321,14 @@ class FlashInferSparseDecode:
         q_pe: torch.Tensor,
         cache: torch.Tensor,
         counts: torch.Tensor,
-        k_scale: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the planned rows.
 
         Args:
             q_nope: ``[rows, heads, 512]`` bf16.
             q_pe: ``[rows, heads, rope_dim]`` bf16.
-            cache: All slots, ``[slots, 512 + rope_dim]`` of the KV dtype.
+            cache: All slots, ``[slots, 512 + rope_dim]`` bf16.
             counts: Valid entries of each row in the slot table, int32 ``[rows]``.
-            k_scale: Scale of an FP8 cache; None for bf16.
 
         Returns:
             Output ``[rows, heads, 512]`` bf16 and the base-2 LSE ``[rows, heads]``
@@ -348,4 +336,4 @@ class FlashInferSparseDecode:
 
         """
         self.planner.limit(counts)
-        return self._run(q_nope, q_pe, cache, k_scale)
+        return self._run(q_nope, q_pe, cache)

@@ -344,7 +344,7 @@ class DevicePlanner:
             raise ValueError(
                 f"the planner takes fewer than {BLOCK_ROWS} thread blocks and at most "
                 f"{MAX_TILES} tiles of {TILE_TOKENS} tokens a row, got "
-                f"{geometry.thread_blocks} and {tiles}"
+                f"{geometry.thread_blocks} and {tiles}: select another backend"
             )
         self.workspace = workspace
 

@@ -36,9 +36,8 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_planner import (
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON
-needs_kernel = pytest.mark.skipif(
-    not (ON_GPU or INTERPRETED), reason="needs a GPU or Triton's interpreter"
-)
+NO_KERNEL = "needs a GPU or Triton's interpreter"
+needs_kernel = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason=NO_KERNEL)
 H200 = 132
 
 
@@ -51,12 +50,14 @@ def test_in_the_interpreter():
     files = [Path(__file__).with_name(f"test_flashinfer_mla_sparse_sm90_{name}.py")
              for name in ("plan", "backend")]  # fmt: skip
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-qrs", "-p", "no:cacheprovider", *files],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    shown = run.stdout[-4000:] + run.stderr[-2000:]
+    assert run.returncode == 0, shown
+    assert " passed" in run.stdout and NO_KERNEL not in run.stdout, shown
 
 
 def geometry(heads=8, width=2176, thread_blocks=H200):

@@ -499,12 +499,12 @@ def test_two_ubatches_keep_their_plans():
         with utils.forward(config):
             for number, impl in enumerate(layers):
                 for ubatch, server in enumerate(servers):
-                    with decode_module._in_ubatch(ubatch):
+                    with decode_module.in_ubatch(ubatch):
                         outs[ubatch, number], _ = impl.forward_mqa(
                             server.q, server.cache, steps[ubatch], utils.make_layer()
                         )
         for ubatch, server in enumerate(servers):
-            with decode_module._in_ubatch(ubatch):
+            with decode_module.in_ubatch(ubatch):
                 plan = layers[0].decode._buffers()[0].plan
             assert (plan.planned, plan.reused) == (1, 1)
             assert torch.equal(outs[ubatch, 0], outs[ubatch, 1])

@@ -247,7 +247,7 @@ def test_a_ubatch_without_a_reservation_raises():
     manager_of(ubatches=2)
     impl = utils.make_impl(utils.make_config())
     with (
-        decode_module._in_ubatch(1),
+        decode_module.in_ubatch(1),
         pytest.raises(ValueError, match="in ubatch 1 and this workspace lane"),
     ):
         step(impl, 1, 1)

@@ -17,12 +17,8 @@ verified; ``trimmed.py`` says how such a batch runs on a kernel of one query len
 """
 
 import math
-import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +27,11 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel, WarmupChoices
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla import core
+from vllm.models.kimi_k3.nvidia.kv_balanced_mla.buffers import (
+    Buffers,
+    Plan,
+    in_ubatch,
+)
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla.config import LATENT, ROPE
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla.trimmed import TrimmedRows
 from vllm.v1.attention.backend import max_decode_query_len
@@ -130,60 +131,6 @@ class KvBalancedMlaKernel(VllmJitKernel["KvBalancedMlaKernel.CompileKey"]):
 _KERNEL = KvBalancedMlaKernel()
 
 
-class _Plan:
-    """What the plan buffers of one shape, ubatch and lane hold now."""
-
-    def __init__(self) -> None:
-        self._forward: weakref.ref[Any] | None = None
-        self._key: tuple[Any, ...] | None = None
-        self.planned = 0
-        self.reused = 0
-
-    def is_for(self, forward: Any | None, key: tuple[Any, ...]) -> bool:
-        # Compared by identity through a weak reference: an id could come back
-        # for another forward once the first is gone.
-        return (
-            forward is not None
-            and self._forward is not None
-            and self._forward() is forward
-            and self._key == key
-        )
-
-    def set_for(self, forward: Any | None, key: tuple[Any, ...]) -> None:
-        self._forward = None if forward is None else weakref.ref(forward)
-        self._key = key
-
-
-@dataclass
-class _Buffers:
-    """The reserved buffers of one shape, ubatch and lane."""
-
-    counts: torch.Tensor  # [core.counts_len()] int32
-    work: torch.Tensor  # [core.work_list_len(...)] int32
-    plan: _Plan
-    rows: TrimmedRows | None  # with adaptive verification
-
-
-@contextmanager
-def _in_ubatch(ubatch: int) -> Iterator[None]:
-    """Let the workspace manager serve ``ubatch`` to this thread.
-
-    Models are built on one thread outside any micro-batch, while the manager
-    keeps a slot per micro-batch thread.
-    """
-    ident = threading.get_ident()
-    contexts = ubatching._THREAD_ID_TO_CONTEXT
-    previous = contexts.get(ident)
-    contexts[ident] = ubatch
-    try:
-        yield
-    finally:
-        if previous is None:
-            del contexts[ident]
-        else:
-            contexts[ident] = previous
-
-
 class KvBalancedDecode:
     """The decode of one MLA layer.
 
@@ -224,7 +171,7 @@ class KvBalancedDecode:
         self._query_bytes = self._max_rows * self.heads * (LATENT + ROPE)
         # Matches the number of slots of the worker's workspace manager.
         for ubatch in range(2 if config.parallel_config.enable_dbo else 1):
-            with _in_ubatch(ubatch):
+            with in_ubatch(ubatch):
                 self._reserve()
         logger.info_once(
             "%s reserves %.1f MiB of split-KV scratch for %d heads, up to %d query "
@@ -347,7 +294,7 @@ class KvBalancedDecode:
         )
         rows = self._reserve_rows() if self._trims else None
         manager.get_persistent_resource(
-            (_Buffers, *self._key), lambda: _Buffers(counts, work, _Plan(), rows)
+            (Buffers, *self._key), lambda: Buffers(counts, work, Plan(), rows)
         )
         manager.get_simultaneous(*self._scratch_shapes())
 
@@ -370,19 +317,19 @@ class KvBalancedDecode:
         query = ((self._query_bytes if self._trims else 0,), torch.uint8)
         return scratch, query
 
-    def _buffers(self) -> tuple[_Buffers, torch.Tensor, torch.Tensor]:
+    def _buffers(self) -> tuple[Buffers, torch.Tensor, torch.Tensor]:
         """This ubatch's and lane's plan buffers.
 
         With ``[bytes]`` uint8 split-KV scratch and ``[bytes]`` uint8 query rows.
         """
         manager = current_workspace_manager()
         buffers = manager.get_persistent_resource(
-            (_Buffers, *self._key), self._raise_not_reserved
+            (Buffers, *self._key), self._raise_not_reserved
         )
         scratch, query = manager.get_simultaneous(*self._scratch_shapes())
         return buffers, scratch, query
 
-    def _raise_not_reserved(self) -> _Buffers:
+    def _raise_not_reserved(self) -> Buffers:
         raise ValueError(
             f"{BACKEND_NAME} reserved no buffers for {self.heads} heads and "
             f"{self.max_q} query tokens in ubatch {ubatching.dbo_current_ubatch_id()} "
@@ -391,7 +338,7 @@ class KvBalancedDecode:
 
     def _plan(
         self,
-        buffers: _Buffers,
+        buffers: Buffers,
         kernel: "core.KvBalancedMla",
         compile_key: KvBalancedMlaKernel.CompileKey,
         seq_lens: torch.Tensor,

@@ -98,7 +98,8 @@ class DecodeTile:
         """Upper bound of the dynamic shared memory that the kernel asks for."""
         kv = TILE_TOKENS * (self.kv_stages * LATENT + self.rope_stages * ROPE)
         p = self.p_stages * self.rows_per_cta * TILE_TOKENS
-        row_state = (self.p_stages + 1) * 64 * 4 + self.p_stages * 16
+        # Alpha of every P stage and two buffers of inverse sums, for 64 rows; flags.
+        row_state = (self.p_stages + 2) * 64 * 4 + self.p_stages * 16
         barriers = 8 * (2 * self.kv_stages + self.rope_stages + 2 * self.p_units + 2)
         # P, latents and rope parts are multiples of their alignment, 1 KiB.
         return -(-(row_state + barriers) // 1024) * 1024 + p + kv

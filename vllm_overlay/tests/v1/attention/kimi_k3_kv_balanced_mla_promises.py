@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 from tests.v1.attention import kimi_k3_kv_balanced_mla_utils as utils
+from tests.v1.attention.kimi_k3_kv_balanced_mla_package import hopper_missing
 from vllm.distributed import parallel_state
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla import core as real_core
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla import decode as decode_module
@@ -36,16 +37,6 @@ HUGE_BLOCK = 1 << 30
 BLOCK = utils.BLOCK
 # q_scale that makes a score the bare dot product in log2 units.
 LOG2_UNITS = math.log(2) / utils.SCALE
-
-
-def hopper_missing() -> str | None:
-    """Why the real kernels can't run here, or None."""
-    if importlib.util.find_spec("cutlass") is None:
-        return "the CuTe DSL (nvidia-cutlass-dsl) is not installed"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    return None if capability == (9, 0) else f"compute capability {capability}, not 9.0"
 
 
 ON_GPU = hopper_missing() is None

@@ -11,7 +11,6 @@ strides, scales, means and sinks anew; its number is its seed.
 
 import argparse
 import dataclasses
-import importlib
 import json
 import math
 import random
@@ -24,9 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_kimi_k3_kv_balanced_mla_kernel as kernel_test  # noqa: E402
-
-PACKAGE = kernel_test.core.__name__.rpartition(".")[0]
-tiles: Any = importlib.import_module(PACKAGE + ".config")
+from kimi_k3_kv_balanced_mla_package import config as tiles  # noqa: E402
 
 # A score of 3 log2 units of spread leaves few keys with weight; in a batch of few
 # rows one key's rounding to e4m3 (at most 2**-4) may show undiminished.

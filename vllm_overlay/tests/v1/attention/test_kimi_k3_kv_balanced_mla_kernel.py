@@ -11,7 +11,6 @@ without pytest.
 """
 
 import functools
-import importlib.util
 import inspect
 import math
 import random
@@ -24,17 +23,23 @@ from pathlib import Path
 import torch
 
 try:
-    from vllm.models.kimi_k3.nvidia.kv_balanced_mla import core
-except ImportError:  # no vLLM here: take the package alone
-    _ROOT = Path(__file__).parents[3] / "vllm" / "models" / "kimi_k3" / "nvidia"
-    sys.path.insert(0, str(_ROOT))
-    from kv_balanced_mla import core  # type: ignore[no-redef]
+    from tests.v1.attention.kimi_k3_kv_balanced_mla_package import (
+        core,
+        hopper_missing,
+    )
+except ImportError:  # as a script, from anywhere
+    sys.path.insert(0, str(Path(__file__).parent))
+    from kimi_k3_kv_balanced_mla_package import (  # type: ignore[no-redef]
+        core,
+        hopper_missing,
+    )
 
 try:
     import pytest
 except ImportError:
     pytest = None  # type: ignore[assignment]
 
+missing = hopper_missing
 LATENT, ROPE = 512, 64
 DIM = LATENT + ROPE
 FP8 = torch.float8_e4m3fn
@@ -49,17 +54,6 @@ MAX_GAIN = 0.002
 # the largest score s of a row, as a multiple of 1 + |s|.
 MAX_LSE_ERROR = 18 * 2**-13
 LENGTHS = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 127, 128, 129, 191, 500, 1023, 1024, 1025]
-
-
-def missing() -> str | None:
-    """Why these tests can't run here, or None."""
-    if importlib.util.find_spec("cutlass") is None:
-        return "the CuTe DSL (nvidia-cutlass-dsl) is not installed"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    return None if capability == (9, 0) else f"compute capability {capability}, not 9.0"
-
 
 if pytest is not None:
     pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

@@ -6,7 +6,7 @@ Also a script, for a host with torch and the CuTe DSL only: it runs the same che
 without pytest and prints times.
 """
 
-import importlib.util
+import importlib
 import random
 import sys
 from pathlib import Path
@@ -14,31 +14,27 @@ from pathlib import Path
 import torch
 
 try:
-    from vllm.models.kimi_k3.nvidia.kv_balanced_mla import plan
-except ImportError:  # no vLLM here: take the package alone
-    _ROOT = Path(__file__).parents[3] / "vllm" / "models" / "kimi_k3" / "nvidia"
-    sys.path.insert(0, str(_ROOT))
-    from kv_balanced_mla import plan  # type: ignore[no-redef]
+    from tests.v1.attention.kimi_k3_kv_balanced_mla_package import (
+        PACKAGE,
+        hopper_missing,
+        plan,
+    )
+except ImportError:  # as a script, from anywhere
+    sys.path.insert(0, str(Path(__file__).parent))
+    from kimi_k3_kv_balanced_mla_package import (  # type: ignore[no-redef]
+        PACKAGE,
+        hopper_missing,
+        plan,
+    )
 
 try:
     import pytest
 except ImportError:
     pytest = None  # type: ignore[assignment]
 
-PACKAGE = plan.__name__.rpartition(".")[0]
+missing = hopper_missing
 LATENT = 512
 GRAPH_LAUNCHES = 20
-
-
-def missing() -> str | None:
-    """Why these tests can't run here, or None."""
-    if importlib.util.find_spec("cutlass") is None:
-        return "the CuTe DSL (nvidia-cutlass-dsl) is not installed"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    return None if capability == (9, 0) else f"compute capability {capability}, not 9.0"
-
 
 if pytest is not None:
     pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

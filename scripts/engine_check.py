@@ -29,7 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_models  # noqa: E402
 import engine_report  # noqa: E402
 import engine_work  # noqa: E402
-from engine_jobs import Job, Jobs, child_command, compile_bytecode, say  # noqa: E402
+from engine_jobs import (  # noqa: E402
+    Job,
+    Jobs,
+    begin,
+    child_command,
+    compile_bytecode,
+    say,
+)
 
 OURS = "KIMI_K3_KV_BALANCED_MLA"
 DRAFT_LAYERS = 2
@@ -376,17 +383,11 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the chosen engines and compare them."""
     made = parser()
-    args = made.parse_args()
-    args.out = str(Path(args.out).resolve())
-    if args.child:
-        run_child(args.child, args)
+    begun = begin(made, RUNS, DEFAULT_RUNS, run_child)
+    if begun is None:
         return 0
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    names = args.only.split(",") if args.only else list(DEFAULT_RUNS)
+    args, out, names = begun
     names += [n for n in DSPARK_RUNS if args.dspark and n not in names]
-    if unknown := [n for n in names if n not in RUNS]:
-        made.error(f"unknown runs {unknown}; there are {', '.join(RUNS)}")
     if not args.report:
         compile_bytecode()
         # References first: runs with right drafts wait for them.

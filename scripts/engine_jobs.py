@@ -8,6 +8,7 @@ jobs that hang can't keep the others from measuring, nor the caller from its rep
 
 from __future__ import annotations
 
+import argparse
 import compileall
 import importlib.util
 import os
@@ -15,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 START = time.time()
@@ -58,6 +61,38 @@ def compile_bytecode(package: str = "vllm") -> None:
             continue
         say(f"{folder} has no bytecode: compiling it once for all engines")
         compileall.compile_dir(folder, quiet=2, workers=0)
+
+
+def begin(
+    made: argparse.ArgumentParser,
+    runs: Mapping[str, Any],
+    defaults: Iterable[str],
+    run_child: Callable[[str, argparse.Namespace], None],
+) -> tuple[argparse.Namespace, Path, list[str]] | None:
+    """Read the command line; a child does its run here.
+
+    Args:
+        made: The parser; it has ``--out``, ``--only`` and ``--child``.
+        runs: What ``--only`` may name.
+        defaults: The runs without ``--only``.
+        run_child: Called in a child, with its run and the arguments.
+
+    Returns:
+        The arguments, the result folder, which exists, and the chosen runs. None in a
+        child, when it is done.
+
+    """
+    args = made.parse_args()
+    args.out = str(Path(args.out).resolve())
+    if args.child:
+        run_child(args.child, args)
+        return None
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    names = args.only.split(",") if args.only else list(defaults)
+    if unknown := [n for n in names if n not in runs]:
+        made.error(f"unknown runs {unknown}; there are {', '.join(runs)}")
+    return args, out, names
 
 
 class Gate:

@@ -35,6 +35,7 @@ from engine_jobs import (  # noqa: E402
     Gate,
     Job,
     Jobs,
+    begin,
     child_command,
     compile_bytecode,
     say,
@@ -363,16 +364,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the chosen engines and print the tables."""
     made = parser()
-    args = made.parse_args()
-    args.out = str(Path(args.out).resolve())
-    if args.child:
-        run_child(args.child, args)
+    begun = begin(made, RUNS, DEFAULT_RUNS, run_child)
+    if begun is None:
         return 0
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    names = args.only.split(",") if args.only else list(DEFAULT_RUNS)
-    if unknown := [n for n in names if n not in RUNS]:
-        made.error(f"unknown runs {unknown}; there are {', '.join(RUNS)}")
+    args, out, names = begun
     if unknown := [m for m in args.mixes.split(",") if m not in MIXES]:
         made.error(f"unknown mixes {unknown}; there are {', '.join(MIXES)}")
     left_out: list[str] = []

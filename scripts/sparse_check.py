@@ -36,6 +36,7 @@ import engine_work  # noqa: E402
 import sparse_models  # noqa: E402
 import sparse_report  # noqa: E402
 from engine_jobs import (  # noqa: E402
+    begin,
     child_command,
     compile_bytecode,
     environment,
@@ -411,16 +412,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the engines and report."""
     made = parser()
-    args = made.parse_args()
-    args.out = str(Path(args.out).resolve())
-    if args.child:
-        run_child(args.child, args)
+    begun = begin(made, RUNS, DEFAULT_RUNS, run_child)
+    if begun is None:
         return 0
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    names = args.only.split(",") if args.only else list(DEFAULT_RUNS)
-    if unknown := [n for n in names if n not in RUNS]:
-        made.error(f"unknown runs {unknown}; there are {', '.join(RUNS)}")
+    args, out, names = begun
     if unknown := [c for c in args.cases.split(";") if c and c not in CASES]:
         made.error(f"unknown cases {unknown}; there are {'; '.join(CASES)}")
     if not args.report:

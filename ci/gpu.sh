@@ -19,7 +19,8 @@ to the file that GITHUB_STEP_SUMMARY names.
   engine     scripts/engine_check.py: backends compared through vLLM's engine
   serve      scripts/serve_check.py: the tiny model through the OpenAI endpoint
   main-job   scripts/demo.py
-  bench      the kernel benchmark; ratios to FLASHMLA held to ci/baseline/gpu_ratios.json
+  bench      the kernel benchmark with its figure; ratios to FLASHMLA held to
+             ci/baseline/gpu_ratios.json; the accuracy table
   promises   scripts/promises.py: the tests behind docs/promises.md, sanitizer and soak
   sparse     the sparse backend: its GPU checks, its benchmark, scripts/sparse_check.py
   timing     scripts/engine_timing.py: decode steps of the engine against stock's
@@ -173,13 +174,14 @@ fi
 benchmarks="$project/vllm_overlay/benchmarks/kernels"
 if wanted bench; then
   case_of bench 600 "$python" "$benchmarks/benchmark_kimi_k3_kv_balanced_mla.py" \
-    --ratios "$out/ratios.json"
+    --ratios "$out/ratios.json" --json "$out/bench.json" --png "$out/bench.png"
   if [ -e "$out/ratios.json" ]; then
     case_of bench-ratios 60 "$python" "$project/ci/check_ratios.py" "$out/ratios.json" \
       "$project/ci/baseline/gpu_ratios.json" --tolerance 0.12
   else
     skip_case bench-ratios "the benchmark wrote no ratios"
   fi
+  case_of accuracy 120 "$python" "$benchmarks/benchmark_kimi_k3_kv_balanced_mla.py" --accuracy
 fi
 if wanted promises; then
   case_of promises 900 "$python" "$project/scripts/promises.py" --out "$out/promises"
@@ -206,7 +208,7 @@ if wanted timing; then
 fi
 if wanted two-gpus; then
   if [ "$hoppers" -ge 2 ]; then
-    case_of two-gpus 660 "$python" "$project/scripts/two_gpu_check.py" --out "$out/two-gpus"
+    case_of two-gpus 510 "$python" "$project/scripts/two_gpu_check.py" --out "$out/two-gpus"
   else
     skip_case two-gpus "it needs two Hopper GPUs and there is $hoppers"
   fi

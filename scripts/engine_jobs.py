@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import fcntl
 import importlib.util
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,35 @@ class Gate:
                     "engines of this call still start; raise --timeout or run fewer"
                 )
             time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def turn(out: Path, places: int) -> Iterator[None]:
+    """Wait for one of `places` places among the children that share a folder.
+
+    Engines that span several GPUs must not all generate at the same time: processes of
+    one GPU get it in slices of time, and a collective ends only in a moment in which
+    every rank of its engine has a slice. A child that dies leaves its place.
+
+    Args:
+        out: Folder that the children share.
+        places: How many children may go on at a time.
+
+    """
+    files = [(out / f"place-{i}.lock").open("w") for i in range(places)]
+    try:
+        while True:
+            for file in files:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                yield
+                return
+            time.sleep(POLL_SECONDS)
+    finally:
+        for file in files:
+            file.close()
 
 
 @dataclass

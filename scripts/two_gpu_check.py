@@ -9,8 +9,9 @@ tokens that part at near ties only, with and without the DSpark draft, eager and
 CUDA graphs; one plan a forward on each rank. The timed runs decode 32 requests of 32k
 tokens, 12 heads a rank and 8 query tokens, with DCP 2 and with TP 2 alone.
 
-    python scripts/two_gpu_check.py --out DIR [--gpus 0,1] [--budget 600]
+    python scripts/two_gpu_check.py --out DIR [--gpus 0,1] [--budget 450]
 
+Engines start together and generate two at a time (see `engine_jobs.turn`).
 Timed runs measure last and alone; what still runs when their time comes is killed once
 one of them is warm, and everything ends within 20 s after --budget. NVLink multicast
 stays off: NCCL's, PyTorch's and vLLM's. Writes DIR/<run>.json, DIR/two_gpu_check.json
@@ -38,6 +39,7 @@ from engine_jobs import (  # noqa: E402
     child_command,
     compile_bytecode,
     say,
+    turn,
 )
 from engine_report import table  # noqa: E402
 
@@ -221,7 +223,10 @@ def run_child(name: str, args: argparse.Namespace) -> None:
         Gate(Path(args.out), name).wait(args.timeout)
         measure(llm, args, result)
     else:
-        generate(llm, run, result, args.steps)
+        with turn(Path(args.out), args.turns):
+            t1 = time.time()
+            generate(llm, run, result, args.steps)
+            say(f"{name}: generated in {time.time() - t1:.1f} s")
     layers = {0: args.timed_layers // 2 if run["timed"] else LAYERS // 2}
     result["ranks"] = []
     for old_rank, new_rank in zip(
@@ -392,7 +397,10 @@ def parser() -> argparse.ArgumentParser:
     # All at once: waves would pay for the start, two minutes and more, each time.
     made.add_argument("--parallel", type=int, default=16, help="engines at a time")
     made.add_argument(
-        "--budget", type=float, default=600, help="every run ends by then, s"
+        "--turns", type=int, default=2, help="engines that generate at a time"
+    )
+    made.add_argument(
+        "--budget", type=float, default=450, help="every run ends by then, s"
     )
     made.add_argument("--timeout", type=float, default=600, help="seconds a run")
     made.add_argument("--steps", type=int, default=16, help="forced steps")

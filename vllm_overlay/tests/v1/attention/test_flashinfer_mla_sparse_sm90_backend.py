@@ -29,6 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON
 needs_kernel = pytest.mark.skipif(
     not INTERPRETED, reason="needs Triton's interpreter: TRITON_INTERPRET=1"
 )
+pytestmark = pytest.mark.skip_global_cleanup
 CPU = torch.device("cpu")
 TOPK, WIDTH = 128, 256
 

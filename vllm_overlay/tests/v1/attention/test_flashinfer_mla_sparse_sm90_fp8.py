@@ -5,7 +5,8 @@
 Triton's interpreter does not run Gluon, so without a GPU the kernels' own source runs
 here on torch tensors: ``Emulator`` stands in for ``gl``. It has no layouts, but knows
 pointers' bounds, when an asynchronous copy lands, and what uninitialised shared memory
-holds (NaN). On a Hopper GPU the same cases run on the compiled kernels.
+holds (NaN). On a Hopper GPU the same cases run on the compiled kernels; what a compiler
+alone can say of them is in ``test_flashinfer_mla_sparse_sm90_compile.py``.
 """
 
 import itertools
@@ -25,6 +26,7 @@ MAX_ERROR = 0.004
 MAX_LSE_ERROR = 1e-3
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if ON_HOPPER else "cpu"
+pytestmark = pytest.mark.skip_global_cleanup
 
 
 class Value:
@@ -265,15 +267,10 @@ class Launch:
         return Value(torch.tensor(x.storage_offset()), base)
 
 
-@pytest.fixture
-def real_kernels():
-    """Ask for the kernels as they are, without the emulator."""
-
-
 @pytest.fixture(autouse=True)
-def kernels(request, monkeypatch):
+def kernels(monkeypatch):
     """Without a Hopper GPU, run the kernels under the emulator."""
-    if ON_HOPPER or "real_kernels" in request.fixturenames:
+    if ON_HOPPER:
         return
     emulator = Emulator()
     monkeypatch.setattr(module, "gl", emulator)
@@ -514,47 +511,6 @@ def test_cache_rows_must_be_16_byte_aligned():
     case.cache = cache[:, :LATENT]
     with pytest.raises(ValueError, match="multiples of 16"):
         case.run()
-
-
-@pytest.mark.parametrize("heads", [8, 16])
-@pytest.mark.parametrize("rope", [0, ROPE])
-def test_compiles_for_hopper(heads, rope, real_kernels):
-    """Layouts, copies and register operands fit together: only a compiler knows."""
-    triton = pytest.importorskip("triton")
-    gluon = pytest.importorskip("triton.experimental.gluon._runtime")
-    from triton.backends.compiler import GPUTarget
-
-    tile = module.choose_tile(heads)
-    function = module._decode_kernel
-    if not isinstance(function, gluon.GluonJITFunction):
-        pytest.skip("vLLM has disabled Triton on this host")
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets here: it has no compiler")
-    constants = dict(
-        HB=tile.heads, ROPE_PAIRS=rope // 2, BN=tile.tokens, NS=tile.stages,
-        NW=tile.warps, DS=tile.pair_step, TS=tile.token_step, LANES=tile.lanes,
-        SPLIT=True,
-    )  # fmt: skip
-    types = {name: "*i32" for name in ("q_nope", "q_pe", "slots", "lens", "out")}
-    types |= {name: "*fp32" for name in ("lse", "part", "part_lse")}
-    types |= dict(cache="*i16", scale_log2="fp32", k_scale="fp32")
-    types |= {name: "constexpr" for name in constants}
-    names = function.arg_names
-    source = gluon.GluonASTSource(
-        function,
-        {name: types.get(name, "i32") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index("cache"),): [["tt.divisibility", 16]]},
-    )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", 90, 32),
-        options=dict(num_warps=tile.warps),
-    )
-    # The estimate that decides how many blocks are thought to run at once.
-    estimate = tile.shared_bytes(rope) - 1024
-    assert estimate <= compiled.metadata.shared <= estimate + 512
-    assert "ldmatrix" in compiled.asm["ptx"] and "cp.async" in compiled.asm["ptx"]
 
 
 def test_slots_past_four_gib():

@@ -38,6 +38,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON
 NO_KERNEL = "needs a GPU or Triton's interpreter"
 needs_kernel = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason=NO_KERNEL)
+pytestmark = pytest.mark.skip_global_cleanup
 H200 = 132
 
 

@@ -13,10 +13,13 @@ Run the tests, after scripts/setup.sh --env-only:
   2. the tests that the overlay adds to vLLM, against the patched package; those that
      need a Hopper GPU skip with that reason where there is none, and the kernels are
      compiled for sm_90a anyway
-  3. without a GPU: vLLM's own tests around what the patches touch, on the patched
+  3. without a GPU, on Linux and x86-64: the tests around Triton kernels again, in
+     Triton's interpreter, and the sparse backend's kernels compiled for sm_90a, with
+     registers, spills and shared memory; Triton goes to build/triton (0.9 GB)
+  4. without a GPU: vLLM's own tests around what the patches touch, on the patched
      tree; any difference from what stock gives is a failure
 
-  --fast       leave out part 3
+  --fast       leave out part 4
   --junit DIR  write JUnit XML there
   --           further options of pytest, for part 2
 TEXT
@@ -73,12 +76,54 @@ overlay_tests() {
     "${junit_option[@]}" "$@" "${files[@]}"
 }
 
+# Triton alone, in a folder of its own: the environment stays without it.
+# shellcheck disable=SC2329 # called by `triton_tests`
+install_triton() {
+  local stamp
+  stamp="$triton/.complete-$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
+  if outdated "$stamp" "$project/ci/requirements-triton.txt"; then
+    rm -rf "$triton"
+    "$python" -m pip install -qq --disable-pip-version-check --progress-bar off \
+      --no-deps --target "$triton" -r "$project/ci/requirements-triton.txt" &&
+      touch "$stamp"
+  fi
+}
+
+# shellcheck disable=SC2329 # called by name, through `part`
+triton_tests() { # INTERPRET TEST...
+  local interpret=$1 log="$triton.log"
+  shift
+  install_triton || return
+  cd "$(tests_root)" || return
+  # vLLM takes Triton without a GPU where no device is visible.
+  PYTHONPATH="$triton${PYTHONPATH:+:$PYTHONPATH}" TRITON_INTERPRET=$interpret \
+    CUDA_VISIBLE_DEVICES='' VLLM_TARGET_DEVICE=cpu HF_HUB_OFFLINE=1 \
+    "$python" -m pytest -p no:cacheprovider -W ignore -q -rs --no-header \
+    "${junit_option[@]}" "$@" | tee "$log" || return
+  if grep -q '^SKIPPED' "$log"; then
+    echo "error: a test skipped that is here to run; see its reason above" >&2
+    return 1
+  fi
+}
+
 junit_option=()
 if [ -n "$junit" ]; then junit_option=("--junitxml=$junit/repository.xml"); fi
 part "this repository's tests" "$python" -m pytest -q --rootdir "$project" \
   -c "$project/pyproject.toml" "${junit_option[@]}" "$project/tests"
 if [ -n "$junit" ]; then junit_option=("--junitxml=$junit/overlay.xml"); fi
 part "the overlay's tests ($kind)" overlay_tests "$@"
+triton="$project/build/triton"
+tests=tests/v1/attention/test_
+sparse=${tests}flashinfer_mla_sparse_sm90
+if [ "$kind" = cpu ] && [ "$(uname -sm)" = "Linux x86_64" ]; then
+  if [ -n "$junit" ]; then junit_option=("--junitxml=$junit/triton-interpreted.xml"); fi
+  # The deselected test starts the same ones.
+  part "Triton kernels, in its interpreter" triton_tests 1 \
+    --deselect "${sparse}_plan.py::test_in_the_interpreter" "${sparse}_plan.py" \
+    "${sparse}_backend.py" "${tests}kimi_k3_kv_balanced_mla_dcp.py"
+  if [ -n "$junit" ]; then junit_option=("--junitxml=$junit/triton-compiled.xml"); fi
+  part "Triton kernels, compiled for sm_90a" triton_tests 0 "${sparse}_compile.py"
+fi
 if [ "$fast" = 0 ] && [ "$kind" = cpu ]; then
   if [ -n "$junit" ]; then junit_option=(--junit "$junit/upstream.xml"); fi
   part "vLLM's own tests, compared with stock" \

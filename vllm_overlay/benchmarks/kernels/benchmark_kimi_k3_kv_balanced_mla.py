@@ -114,18 +114,36 @@ def event_ms(launch: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
-def capture(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of ``launch``, replayed once."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    torch.accelerator.synchronize()
-    return graph
+class Graph:
+    """A graph of ``launch``, replayed once.
+
+    It keeps ``launch``, and with it every buffer that the graph points to.
+    """
+
+    def __init__(self, launch: Callable[[], object]) -> None:
+        self.launch = launch
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            launch()
+        self.replay()
+        torch.accelerator.synchronize()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def repeated(launch: Callable[[], object], times: int) -> Callable[[], None]:
+    """``launch``, so many times."""
+
+    def run() -> None:
+        for _ in range(times):
+            launch()
+
+    return run
 
 
 def alternate(
-    graphs: dict[str, torch.cuda.CUDAGraph], calls: dict[str, int], reps: int
+    graphs: dict[str, Graph], calls: dict[str, int], reps: int
 ) -> dict[str, Timing]:
     """Replay the graphs in turn; time of one of the calls in each."""
     samples: dict[str, list[float]] = {name: [] for name in graphs}
@@ -185,12 +203,10 @@ def build(batch: Batch, names: list[str], row: Row):
             if not planned:
                 once_ms = event_ms(lambda: contender.call(0))  # noqa: B023
                 layers = max(2, min(LAYERS, int(OTHER_GRAPH_MS / once_ms)))
-            graphs[name] = capture(step_of(contender, layers, planned))
+            graphs[name] = Graph(step_of(contender, layers, planned))
             calls[name] = layers
             if planned:
-                plans = capture(
-                    lambda: [contender.plan() for _ in range(PLAN_LAUNCHES)]  # noqa: B023
-                )
+                plans = Graph(repeated(contender.plan, PLAN_LAUNCHES))
                 times = alternate({"": plans}, {"": PLAN_LAUNCHES}, 7)
                 row.plan_us[name] = times[""].us
         except Exception as error:  # an optional peer; ours is required
@@ -233,9 +249,7 @@ def plan_rows(reps: int) -> list[tuple[int, Timing, Timing | None]]:
                 continue
             contender = kind(batch)
             contender.plan()
-            graphs[kind.__name__] = capture(
-                lambda: [contender.plan() for _ in range(PLAN_LAUNCHES)]  # noqa: B023
-            )
+            graphs[kind.__name__] = Graph(repeated(contender.plan, PLAN_LAUNCHES))
         times = alternate(graphs, dict.fromkeys(graphs, PLAN_LAUNCHES), reps)
         result.append((requests, times["KvBalanced"], times.get("FlashMlaFp8")))
     return result

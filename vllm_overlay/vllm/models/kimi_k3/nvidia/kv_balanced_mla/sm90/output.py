@@ -353,7 +353,8 @@ class OutputRole(Role):
             for m in cutlass.range_constexpr(OUTPUT_M_TILES):
                 tAcc[m].fill(0.0)
             tTotal[0] = Float32(0.0)
-            for unit in cutlass.range(unit_begin, unit_end, unroll=1):
+            for done in cutlass.range(0, unit_end - unit_begin, unroll=1):
+                unit = unit_end - 1 - done
                 stage0 = stage
                 cute.arch.mbarrier_wait(ctx.full + stage, phase)
                 stage, phase = self.advance(stage, phase, self.tile.kv_stages)

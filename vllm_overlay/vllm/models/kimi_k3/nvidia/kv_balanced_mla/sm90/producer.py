@@ -22,12 +22,15 @@ class ProducerRole(Role):
     """Mixin of ``DecodeKernel``: the KV producer warp."""
 
     @cute.jit
-    def lookup(self, mTable: cute.Tensor, request, tile, block_tiles):
-        """Block id and tile within the block of KV tile ``tile``.
+    def lookup(self, mTable: cute.Tensor, request, end, position, block_tiles):
+        """Block id and tile within the block of a segment's tile ``position``.
 
-        A tile past the request's end gives an entry that is not followed; it is
+        Units go from the segment's last one, ``end - 1``, down; the tiles of a unit go
+        up. A tile outside the segment gives an entry that is not followed; it is
         clamped only so that the read stays inside the table.
         """
+        tile = UNIT_TILES * (end - 1 - position // UNIT_TILES) + position % UNIT_TILES
+        tile = cutlass.max(tile, 0)
         block = tile // block_tiles
         inside = cutlass.min(block, mTable.shape[1] - 1)
         return mTable[request, inside], tile - block * block_tiles
@@ -48,25 +51,28 @@ class ProducerRole(Role):
         rope = Int32(0)
         rope_phase = Int32(1)
         policy = cutlass.Int64(EVICT_FIRST)
-        begin = seg[1]
         for request in cutlass.range(seg[0], seg[2], unroll=1):
-            # The table needs no length, so both loads are in flight together.
-            first = begin * UNIT_TILES
-            begin = Int32(0)
-            page, slot = self.lookup(mTable, request, first + lane, block_tiles)
-            length, unit_begin, unit_end, _ = self.segment(seg, request)
-            tiles = (unit_end - unit_begin) * UNIT_TILES
-            last = (length - 1) // TILE_TOKENS - first
+            # Where the plan cuts a request, its table needs no length: both loads are
+            # in flight together.
+            end = seg[4]
+            if request != seg[3]:
+                end = self.segment(seg, request)[2]
+            page, slot = self.lookup(mTable, request, end, lane, block_tiles)
+            length, unit_begin, _, _ = self.segment(seg, request)
+            tiles = (end - unit_begin) * UNIT_TILES
+            # The request's last unit may hold one tile only: then load it twice.
+            twice = (end * UNIT_TILES - 1) * TILE_TOKENS >= length
             for base in cutlass.range(0, tiles, 32, unroll=1):
                 next_page = page
                 next_slot = slot
                 if base + 32 < tiles:
                     next_page, next_slot = self.lookup(
-                        mTable, request, first + base + 32 + lane, block_tiles
+                        mTable, request, end, base + 32 + lane, block_tiles
                     )
                 for j in cutlass.range(0, cutlass.min(tiles - base, 32), unroll=1):
-                    # The last unit may hold one tile only: then load it twice.
-                    source = cutlass.min(j, last - base)
+                    source = j
+                    if twice & (base + j == 1):
+                        source = Int32(0)
                     tile_page = cute.arch.shuffle_sync(page, source)
                     tile_slot = cute.arch.shuffle_sync(slot, source)
                     cute.arch.mbarrier_wait(ctx.empty + stage, phase)

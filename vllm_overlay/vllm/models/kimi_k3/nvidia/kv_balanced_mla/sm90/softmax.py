@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Softmax role: walks the group's segments and pipelines Q K^T with the softmax.
 
-Units that every row sees in full run with the next tile's Q K^T in flight; a unit with
-masked keys runs tile by tile. ``softmax_tile.py`` has what happens to one tile.
+A segment's units run from the last one down. Units that every row sees in full run with
+the next tile's Q K^T in flight; a unit with masked keys runs tile by tile.
+``softmax_tile.py`` has what happens to one tile.
 """
 
 import cutlass
@@ -294,7 +295,7 @@ class SoftmaxRole(SoftmaxTile):
                 first_row + cutlass.min(row1, total_rows - 1),
                 lane,
             )
-            length, unit, unit_end, slot = self.segment(seg, request)
+            length, unit_begin, unit_end, slot = self.segment(seg, request)
             tBound[0] = self.visible_keys(
                 seg, request, length, cutlass.min(row0, total_rows - 1)
             )
@@ -311,11 +312,15 @@ class SoftmaxRole(SoftmaxTile):
             tState[2] = Float32(0.0)
             tState[3] = Float32(0.0)
             tLow[0] = Int32(0)
-            while unit < unit_end:
+            # From the last unit down: a key that outweighs all others is most often
+            # the first one. Met last, it scales fp32 sums down; met first, it would
+            # hold its neighbours under e4m3's smallest value.
+            unit = unit_end - 1
+            while unit >= unit_begin:
                 token0 = unit * (UNIT_TOKENS)
                 if unit < free_end:
                     if const_expr(self.tile.interleaved):
-                        left = cutlass.min(free_end - unit, GROUP_UNITS)
+                        left = cutlass.min(unit + 1 - unit_begin, GROUP_UNITS)
                         cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
                         self.issue_qk(ctx, qk, tA, tQ, tK, tKr, stage, 0, K_STEPS)
                         stage, phase, p_unit, p_phase = self.fast_units(
@@ -333,7 +338,7 @@ class SoftmaxRole(SoftmaxTile):
                             left,
                             0,
                         )
-                        unit = unit + left
+                        unit = unit - left
                     else:
                         stage, phase, p_unit, p_phase = self.sequential_unit(
                             ctx,
@@ -354,7 +359,7 @@ class SoftmaxRole(SoftmaxTile):
                             where,
                             False,
                         )
-                        unit = unit + 1
+                        unit = unit - 1
                 else:
                     stage, phase, p_unit, p_phase = self.sequential_unit(
                         ctx,
@@ -375,7 +380,7 @@ class SoftmaxRole(SoftmaxTile):
                         where,
                         True,
                     )
-                    unit = unit + 1
+                    unit = unit - 1
 
             # The sums of the unrounded probabilities make the LSE; the output role
             # divides by the sums of the rounded ones, which are what it multiplies.

@@ -6,8 +6,8 @@ A thread holds two score rows (lane / 4 and + 8 of its warp's 16) and 16 of a ti
 64 tokens. Probabilities are ``exp2(s * scale - base)`` in e4m3, where ``base`` is the
 row's reference in log2 units less ``P_LOG2_HEADROOM``. The reference is lazy: it moves
 only when a tile's probabilities would leave e4m3's range. It also moves down, so that
-one dominant key does not push all later keys under e4m3's smallest value; a tile that
-no longer matters next to the running sum leaves it where it is.
+one dominant key does not push the keys after it under e4m3's smallest value; a tile
+that no longer matters next to the running sum leaves it where it is.
 
 The K order of P is the order in which a thread holds its scores (tokens 0, 8, 1, 9,
 ...); the output role's transposed loads of V produce the same order.
@@ -28,8 +28,9 @@ SUM_LIMIT = 440.0
 """A thread's sum over 16 keys above this may hold a P above 448, e4m3's largest."""
 LOW_SUM = 0.125
 """All four threads of a row below this: the tile uses e4m3's subnormal end."""
-MAX_LOG2_RISE = 4.5
-"""Move the reference up when a key lies this far (log2) above it."""
+MAX_LOG2_RISE = 0.75
+"""Move the reference up when a key lies this far (log2) above it: 16 keys below that
+sum to less than SUM_LIMIT, so a row that asks for a move does move."""
 MAX_LOG2_DROP = 7.0
 """Move the reference down when a tile's largest key lies this far below it."""
 NEGLIGIBLE_LOG2 = -25.0

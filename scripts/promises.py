@@ -290,7 +290,15 @@ def run_all(listing: Listing, args: argparse.Namespace) -> int:
         print(f"left out: {part}: {reason}", flush=True)
     jobs = [*gpu_jobs(listing, out, root), *host_jobs(listing, out, root)]
     jobs += sanitizer_jobs()
+    soaks = soak_jobs(out, args.soak) if args.soak else []
     wanted = set(args.only.split(",")) if args.only else None
+    names = {job.name for job in [*jobs, *soaks]}
+    kinds = {name.split("-")[0] for name in names}
+    if unknown := sorted((wanted or set()) - names - kinds):
+        raise SystemExit(
+            f"promises.py: --only names no process: {', '.join(unknown)}; there are "
+            f"{', '.join(sorted(names))}, and each up to its first dash for all of them"
+        )
 
     def runs(job: Job) -> bool:
         chosen = (
@@ -300,7 +308,7 @@ def run_all(listing: Listing, args: argparse.Namespace) -> int:
 
     queue = Queue(out, SANITIZERS_AT_ONCE)
     queue.start([job for job in jobs if runs(job)])
-    soaks = [job for job in soak_jobs(out, args.soak) if runs(job)] if args.soak else []
+    soaks = [job for job in soaks if runs(job)]
     queue.wait(args.soak_at if soaks else None)
     queue.start(soaks)
     queue.wait(None)

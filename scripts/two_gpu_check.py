@@ -95,7 +95,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "time-dcp2-i64": run_of(dcp=2, interleave=64, graph=True, timed=True),
     "time-dcp2-i1": run_of(dcp=2, graph=True, timed=True),
 }
-DEFAULT_RUNS = [n for n in RUNS if n != "dcp2-i64-dspark"]
 # For the start of a batch, 2 x 50 steps of 20 to 60 ms, and the end of the engine.
 TIMED_SHARE_SECONDS = 15.0
 
@@ -426,7 +425,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the chosen engines and compare them."""
     made = parser()
-    begun = begin(made, RUNS, DEFAULT_RUNS, run_child)
+    begun = begin(made, RUNS, RUNS, run_child)
     if begun is None:
         return 0
     args, out, names = begun

@@ -66,10 +66,10 @@ def test_two_gpu_check_ends_in_time_whatever_hangs(tmp_path, monkeypatch, capsys
     )  # fmt: skip
     assert two_gpu_check.main() == 1
     assert time.time() - begin < 20 + 20
-    names = two_gpu_check.DEFAULT_RUNS
+    names = two_gpu_check.RUNS
     began = [float(p.read_text()) for p in tmp_path.glob("*.began")]
     timed = {p.stem: float(p.read_text()) for p in tmp_path.glob("*.timed")}
-    assert len(began) == len(names) == 15
+    assert len(began) == len(names) == 16
     order = ["time-tp2", "time-dcp2-i64", "time-dcp2-i1"]
     assert sorted(timed, key=timed.__getitem__) == order
     # Not before what hangs was killed.

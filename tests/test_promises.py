@@ -2,6 +2,7 @@
 """The list of promises, its tests and docs/promises.md agree; results are read."""
 
 import json
+import sys
 
 import promises
 import pytest
@@ -93,3 +94,10 @@ def test_the_table_says_what_failed_and_what_was_left_out(listing, tmp_path):
     page = report.page(f"a\n{report.BEGIN}\nold\n{report.END}\nz\n", listing, found)
     assert page.startswith("a\n") and page.endswith("\nz\n") and "\nold\n" not in page
     assert "gpu NVIDIA H200. 0 tests passed, 0 failed" in page
+
+
+def test_only_takes_names_of_processes(tmp_path, monkeypatch):
+    command = ["promises.py", "--out", str(tmp_path), "--only", "kernel,foo"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=r"no process: foo; there are .*kernel-inputs"):
+        promises.main()

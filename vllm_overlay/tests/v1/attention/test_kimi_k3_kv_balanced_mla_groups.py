@@ -22,12 +22,7 @@ from vllm.models.kimi_k3.nvidia.kv_balanced_mla import decode as decode_module
 from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    MambaSpec,
-    MLAAttentionSpec,
-    get_kv_quant_mode,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
@@ -40,9 +35,10 @@ pytestmark = pytest.mark.skip_global_cleanup
 
 HEADS = 12
 BLOCK = 1024
-TARGET = ("model.layers.1.self_attn", "model.layers.3.self_attn")
-DRAFT = ("model.layers.4.self_attn", "model.layers.5.self_attn")
-KDA = ("model.layers.0.self_attn", "model.layers.2.self_attn")
+# Two KDA layers make groups of two: the MLA layers lie in three of them.
+TARGET = tuple(f"model.layers.{i}.self_attn" for i in (1, 3, 4, 5))
+DRAFT = tuple(f"model.layers.{i}.self_attn" for i in (6, 7))
+KDA = tuple(f"model.layers.{i}.self_attn" for i in (0, 2))
 
 
 class PrefillBackend:
@@ -234,7 +230,8 @@ def test_vllm_puts_target_and_draft_into_one_attention_group(engine):
     """What the runner really does; the tests below stand on it."""
     groups, support, _ = init_attn_backend(engine.caches, engine.config, utils.CPU)
     names = [group.layer_names for row in groups for group in row]
-    assert [TARGET[0], DRAFT[0]] in names and [TARGET[1], DRAFT[1]] in names
+    assert [TARGET[1], DRAFT[0]] in names and [TARGET[2], DRAFT[1]] in names
+    assert [TARGET[0], TARGET[3]] in names
     assert support.min_cg_support is AttentionCGSupport.UNIFORM_BATCH
 
 
@@ -262,8 +259,8 @@ def test_causal_target_and_non_causal_draft_in_one_server(engine, core):
         results[causal] = expected
     # The two differ by far more than the tolerance: the mask matters here.
     assert (results[True] - results[False]).abs().max() > 0.1
-    # One plan per forward, shared by its two layers.
-    assert core.count("plan") == 2 and core.count("decode") == 4
+    # One plan per forward, shared by its layers in three groups and in two.
+    assert core.count("plan") == 2 and core.count("decode") == 4 + 2
 
 
 def test_a_non_causal_step_for_causal_layers_is_refused(engine):
@@ -345,48 +342,3 @@ def test_only_the_targets_steps_are_trimmed(engine):
             decode = metadata[name].decode
             assert (decode.query_start_loc is not None) is trimmed
             assert decode.query_len == (8 if trimmed else 7)
-
-
-# --- KV cache memory of the whole model -------------------------------------------
-
-
-def mla_spec(dtype, non_causal, block):
-    return MLAAttentionSpec(
-        block_size=block,
-        num_kv_heads=1,
-        max_tp_shards=1,
-        head_size=utils.HEAD,
-        dtype=torch.uint8 if dtype == "fp8" else torch.bfloat16,
-        cache_dtype_str=dtype,
-        kv_quant_mode=get_kv_quant_mode(dtype),
-        non_causal_multi_token_decode=non_causal,
-    )
-
-
-@pytest.mark.parametrize(
-    ("draft_dtype", "groups", "padding", "target_block"),
-    [(None, 4, 3, 8192), ("fp8", 4, 18, 8192), ("bfloat16", 20, 2, 16384)],
-)
-def test_padding_of_kimi_k3s_cache(draft_dtype, groups, padding, target_block):
-    """24 MLA and 69 KDA layers with five draft layers: what vLLM's grouping costs.
-
-    ``padding`` is in layer slots that hold nothing. An FP8 draft joins the target's
-    groups, which pads the KDA groups (18 of 116 slots); a bf16 draft doubles the
-    target's block and makes many small groups.
-    """
-    config = VllmConfig()
-    config.cache_config.kv_cache_layout = "LBNHC"
-    block = 8192
-    specs = {f"kda.{i}": kda_spec(block * utils.HEAD) for i in range(69)}
-    specs |= {f"mla.{i}": mla_spec("fp8", False, block) for i in range(24)}
-    if draft_dtype:
-        specs |= {f"draft.{i}": mla_spec(draft_dtype, True, block) for i in range(5)}
-    found = get_kv_cache_groups(config, specs)
-    slots = len(found) * max(len(group.layer_names) for group in found)
-    assert (len(found), slots - len(specs)) == (groups, padding)
-    blocks = {
-        group.kv_cache_spec.block_size
-        for group in found
-        if group.layer_names[0].startswith("mla")
-    }
-    assert blocks == {target_block}

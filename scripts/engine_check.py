@@ -48,7 +48,8 @@ DRAFTS_BY_BATCH = [(1, 8, SPECULATIVE_TOKENS), (9, 16, 0)]
 
 # name -> engine options. What is no option of vllm.LLM: `scales` (q, k), `spec` (the
 # speculative config; `draft` says which model), `k3_kda` (a model with Kimi K3's own
-# KDA layers, loaded from a checkpoint), `sync` (vLLM's sync check is on).
+# KDA layers, loaded from a checkpoint), `sync` (vLLM's sync check is on), `layers` and
+# `mla_every` (another target), `groups` (KV-cache groups that the engine must have).
 RUNS: dict[str, dict[str, Any]] = {
     "ref-bf16": dict(kv_cache_dtype="auto", enforce_eager=True),
     "fp8-triton": dict(
@@ -91,6 +92,17 @@ RUNS: dict[str, dict[str, Any]] = {
         compilation_config=dict(cudagraph_mode="FULL_DECODE_ONLY"),
         spec=dict(DSPARK, attention_backend=OURS, enable_adaptive_verification=True),
     ),
+    # 4 MLA layers and the draft's 2 against 8 KDA layers: seven groups of two, where
+    # vLLM itself would make two of 8. The MLA layers lie in three groups.
+    "ours-mixed": dict(OURS_FP8, enforce_eager=True, layers=12, mla_every=3, groups=3),
+    "ours-dspark-groups": dict(
+        OURS_FP8,
+        enforce_eager=True,
+        layers=12,
+        mla_every=3,
+        groups=7,
+        spec=dict(DSPARK, attention_backend=OURS),
+    ),
     # 8 query tokens without a draft model.
     "ours-ngram-graph": dict(
         OURS_FP8,
@@ -126,6 +138,7 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
     ("ours-eager", "ours-dspark-bf16-draft", "same"),
     ("ours-eager", "ours-dspark-by-batch", "same"),
     ("ours-k3", "ours-dspark-adaptive", "same"),
+    ("ours-mixed", "ours-dspark-groups", "same"),
 )
 
 
@@ -134,21 +147,28 @@ def reference_of(name: str) -> str | None:
     return next((a for a, b, limit in PAIRS if b == name and limit), None)
 
 
-def model_folder(args: argparse.Namespace, k3_kda: bool) -> Path:
+def layers_of(name: str, args: argparse.Namespace) -> tuple[int, int]:
+    """Return a run's target layers, and every how many of them one is MLA."""
+    return RUNS[name].get("layers", args.layers), RUNS[name].get("mla_every", 2)
+
+
+def model_folder(name: str, args: argparse.Namespace, k3_kda: bool) -> Path:
     """Write the target and return its folder."""
-    config = engine_models.target_config(args.layers, args.heads, k3_kda)
-    kind = "k3-" if k3_kda else ""
-    folder = Path(args.out) / "models" / f"target-{kind}{args.layers}-{args.heads}"
+    layers, every = layers_of(name, args)
+    config = engine_models.target_config(layers, args.heads, k3_kda, mla_every=every)
+    kind = f"{'k3-' if k3_kda else ''}{layers}-{every}-{args.heads}"
+    folder = Path(args.out) / "models" / f"target-{kind}"
     if k3_kda:
         return engine_models.write_checkpoint(folder, config, args.seed)
     return engine_models.write_model(folder, config)
 
 
-def draft_folder(args: argparse.Namespace, checkpoint: bool) -> Path:
+def draft_folder(name: str, args: argparse.Namespace, checkpoint: bool) -> Path:
     """Write the DSpark draft and return its folder."""
-    config = engine_models.draft_config(DRAFT_LAYERS, args.heads, args.layers)
+    layers, _ = layers_of(name, args)
+    config = engine_models.draft_config(DRAFT_LAYERS, args.heads, layers)
     kind = "checkpoint-" if checkpoint else ""
-    folder = Path(args.out) / "models" / f"draft-{kind}{args.layers}-{args.heads}"
+    folder = Path(args.out) / "models" / f"draft-{kind}{layers}-{args.heads}"
     if checkpoint:
         return engine_models.write_checkpoint(folder, config, args.seed)
     return engine_models.write_model(folder, config)
@@ -160,9 +180,10 @@ def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     scales = options.pop("scales", None)
     spec = options.pop("spec", None)
     k3_kda = options.pop("k3_kda", False)
-    options.pop("sync", None)
+    for own in ("sync", "layers", "mla_every", "groups"):
+        options.pop(own, None)
     options.update(
-        model=str(model_folder(args, k3_kda)),
+        model=str(model_folder(name, args, k3_kda)),
         load_format="auto" if k3_kda else "dummy",
         skip_tokenizer_init=True,
         max_model_len=8192,
@@ -180,11 +201,18 @@ def engine_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     else:
         options["speculative_config"] = spec = dict(spec)
         if spec["method"] == "dspark":
-            spec["model"] = str(draft_folder(args, k3_kda))
+            spec["model"] = str(draft_folder(name, args, k3_kda))
     engine_models.install_seeded_weights(args.seed)
     if scales is not None:
         engine_models.install_scales(*scales)
     return options
+
+
+def group_sizes(llm: Any) -> list[int]:
+    """Return how many layers each of the engine's KV-cache groups has."""
+    core = llm.llm_engine.engine_core.engine_core
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    return [len(group.layer_names) for group in groups]
 
 
 def wait_for(path: Path, seconds: float) -> dict | None:
@@ -254,6 +282,7 @@ def run_child(name: str, args: argparse.Namespace) -> None:
     ours = options.get("attention_backend") == OURS
     before = engine_hooks.plan_counts() if ours else []
     result["workspace"] = engine_hooks.workspace_state()
+    result["groups"] = group_sizes(llm)
     path = Path(args.out) / f"{name}.json"
     generate(llm, name, args, result)
     if syncs is not None:
@@ -262,7 +291,8 @@ def run_child(name: str, args: argparse.Namespace) -> None:
         new["planned"] -= old["planned"]
         new["reused"] -= old["reused"]
         # Lane 0 has the target's MLA layers, lane 1 the draft's.
-        new["layers"] = DRAFT_LAYERS if new["slot"] else args.layers // 2
+        layers, every = layers_of(name, args)
+        new["layers"] = DRAFT_LAYERS if new["slot"] else layers // every
         result.setdefault("plans", []).append(new)
     after = engine_hooks.workspace_state()
     result["workspace_moved"] = after["addresses"] != result["workspace"]["addresses"]
@@ -304,6 +334,9 @@ def failures(name: str, run: dict) -> list[str]:
         for s in run.get("syncs", [])
         if s["kind"] == "ours"
     ]
+    groups = run.get("groups", [])
+    if len(groups) != (wanted := options.get("groups", len(groups))):
+        bad.append(f"{name}: KV-cache groups of {groups} layers, not {wanted} groups")
     if "oracle_error" in run:
         bad.append(f"{name}: {run['oracle_error']}")
     if run.get("oracle_tokens_per_verify", min_accepted) < min_accepted:

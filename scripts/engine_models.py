@@ -21,18 +21,23 @@ VOCAB = 4096
 
 
 def target_config(
-    layers: int = 4, heads: int = 12, k3_kda: bool = False, max_tokens: int = 131072
+    layers: int = 4,
+    heads: int = 12,
+    k3_kda: bool = False,
+    max_tokens: int = 131072,
+    mla_every: int = 2,
 ) -> dict:
     """Return the target's HF config.
 
     Args:
-        layers: Decoder layers; every second one is MLA, the others KDA.
+        layers: Decoder layers.
         heads: Attention heads of an MLA layer (12 is K3's 96 over 8 ranks).
         k3_kda: KDA layers as in Kimi K3 (full-rank gate); else as in Kimi Linear.
         max_tokens: Longest context.
+        mla_every: Every so many layers one is MLA, the others KDA.
 
     """
-    mla = list(range(2, layers + 1, 2))
+    mla = list(range(mla_every, layers + 1, mla_every))
     kda = dict(use_full_rank_gate=True, gate_lower_bound=-5.0) if k3_kda else {}
     return dict(
         architectures=["KimiLinearForCausalLM"],

@@ -282,6 +282,15 @@ def test_right_drafts_are_accepted_as_often_as_a_run_verifies_them(
     assert (engine_check.failures(name, run) == []) == passes
 
 
+def test_layers_must_lie_in_as_many_groups_as_the_run_is_for():
+    run = dict(good_run(), oracle_tokens_per_verify=2.1)
+    assert engine_check.failures("ours-dspark-groups", dict(run, groups=[2] * 7)) == []
+    bad = engine_check.failures("ours-dspark-groups", dict(run, groups=[6, 8]))
+    assert bad == ["ours-dspark-groups: KV-cache groups of [6, 8] layers, not 7 groups"]
+    config = engine_models.target_config(12, mla_every=3)["linear_attn_config"]
+    assert (len(config["full_attn_layers"]), len(config["kda_layers"])) == (4, 8)
+
+
 def test_a_difference_without_log_probabilities_is_not_explained():
     parts = engine_work.first_differences([[1, 2]], [[1, 3]], [])
     assert engine_work.unexplained(parts, 0.3) == parts

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Time the sparse MLA decode over an FP8 cache on Hopper, beside FlashInfer FA3.
+"""Time our sparse MLA decodes on Hopper, beside FlashInfer FA3.
 
-    python benchmark_flashinfer_mla_sparse_sm90.py [--json FILE]
-    python benchmark_flashinfer_mla_sparse_sm90.py --tune [--json FILE]
+    python benchmark_flashinfer_mla_sparse_sm90.py [--cache bf16] [--json FILE]
+    python benchmark_flashinfer_mla_sparse_sm90.py --tune [--cache bf16] [--json FILE]
 
 Times are microseconds of a layer: a CUDA graph of 12 launches, which walk 4 copies of
 the cache as layers do, median of 7 replays. TB/s counts each gathered byte once. What
@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 
-MODULE = "vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_fp8"
+MODULE = "vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_"
 
 
-def load_alone():
-    """Load the kernels' file without vLLM, where only torch and Triton are."""
+def load_alone(cache: str):
+    """Load the kernels' files without vLLM, where only torch and Triton are."""
     import triton
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -42,20 +42,30 @@ def load_alone():
     helpers = sys.modules["vllm.utils.math_utils"].__dict__
     helpers["cdiv"] = lambda a, b: -(a // -b)
     helpers["next_power_of_2"] = lambda n: 1 << max(n - 1, 0).bit_length()
-    path = Path(__file__).parents[2] / (MODULE.replace(".", "/") + ".py")
-    spec = importlib.util.spec_from_file_location(MODULE, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module
-    spec.loader.exec_module(module)
+    for name in dict.fromkeys(("fp8", cache)):
+        name = MODULE + name
+        path = Path(__file__).parents[2] / (name.replace(".", "/") + ".py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
     return module
 
 
-def load(alone: bool):
-    """The kernels' module, from vLLM unless ``alone``."""
-    if alone:
-        return load_alone()
-    return importlib.import_module(MODULE)
+class Kernel:
+    """The decode over one type of cache."""
+
+    def __init__(self, cache: str, alone: bool):
+        module = load_alone(cache) if alone else importlib.import_module(MODULE + cache)
+        self.decode = getattr(module, f"Sparse{cache.capitalize()}Decode")
+        self.dtype = self.decode.cache_dtype
+        self._tile = module.Tile
+
+    def tile(self, heads: int, values: tuple):
+        """The tile of ``values``, the fields after the heads."""
+        bytes_of = dict(value_bytes=self.dtype.itemsize)
+        return self._tile(8 if heads <= 8 else 16, *values, **bytes_of)
 
 
 DEVICE = "cuda"
@@ -66,12 +76,18 @@ COPIES = 4
 LAUNCHES = 12
 REPLAYS = 7
 FP8 = torch.float8_e4m3fn
-ROWS = (1, 8, 32, 64, 133, 256, 512)
+ROWS = {
+    "fp8": (1, 8, 32, 64, 133, 256, 512),
+    "bf16": (1, 2, 4, 8, 16, 32, 64, 133),
+}
 MAX_ERROR = 0.004
 """Of the output's norm, against float64: bf16's rounding is 0.0017."""
 TUNE_SPLITS = {
     1: (16, 32, 64),
-    8: (8, 16, 32),
+    2: (32, 64),
+    4: (16, 32, 64),
+    8: (8, 16, 32, 64),
+    16: (8, 16, 32),
     32: (4, 8, 16),
     64: (2, 4, 8),
     133: (1, 2, 3, 4),
@@ -79,7 +95,7 @@ TUNE_SPLITS = {
     512: (1, 2),
 }
 # The fields of Tile after the heads.
-TUNE_TILES = (
+FP8_TILES = (
     (64, 2, 4, 64, 16, 4),
     (64, 2, 4, 64, 32, 4),
     (64, 2, 4, 64, 32, 4, 32),
@@ -91,15 +107,27 @@ TUNE_TILES = (
     (128, 1, 4, 64, 32, 2),
     (128, 2, 8, 64, 32, 2),
 )
+BF16_TILES = (
+    (32, 1, 4, 64, 16, 4),
+    (32, 1, 4, 128, 32, 4, 32),
+    (32, 2, 4, 64, 16, 2),
+    (32, 2, 4, 128, 32, 2),
+    (32, 3, 4, 64, 16, 2),
+    (16, 2, 4, 128, 16, 4),
+    (16, 4, 4, 64, 16, 3),
+    (64, 1, 4, 64, 16, 2),
+    (32, 2, 8, 64, 16, 2),
+)
+TUNE_TILES = dict(fp8=FP8_TILES, bf16=BF16_TILES)
 
 
 def pools(dim: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Copies of a cache of random values; slot 0 holds NaN."""
-    first = torch.empty(POOL, dim, dtype=torch.uint8, device=device).view(FP8)
+    size = dim * dtype.itemsize
+    first = torch.empty(POOL, size, dtype=torch.uint8, device=device).view(dtype)
     for chunk in first.split(1 << 16):
         chunk.copy_(torch.randn(chunk.shape, device=device))
-    first.view(torch.uint8)[0] = 0x7F
-    first = first.to(dtype)
+    first.view(torch.uint8)[0] = 0xFF
     return [first] + [first.clone() for _ in range(COPIES - 1)]
 
 
@@ -129,7 +157,8 @@ class Inputs:
         worst = 0.0
         for row in range(min(8, len(self.lens))):
             n = int(self.lens[row])
-            kv = cache.view(torch.uint8)[self.slots[row, :n].long()].view(FP8).double()
+            kv = cache.view(torch.uint8)[self.slots[row, :n].long()]
+            kv = kv.view(cache.dtype).double()
             q = self.q_nope[row].double()
             if self.q_pe is not None:
                 q = torch.cat([q, self.q_pe[row].double()], 1)
@@ -164,12 +193,12 @@ def timed(call, caches: list[torch.Tensor]) -> tuple[float, float]:
 
 def compile_tile(job: tuple) -> str | None:
     """Compile one variant into Triton's cache; the error's text if it fails."""
-    alone, heads, rope, values = job
+    cache, alone, heads, rope, values = job
     try:
-        module = load(alone)
-        tile = module.Tile(8 if heads <= 8 else 16, *values)
+        kernel = Kernel(cache, alone)
+        tile = kernel.tile(heads, values)
         for splits in (1, 2):
-            decoder = module.SparseFp8Decode(
+            decoder = kernel.decode(
                 2, heads, rope, WIDTH, DEVICE, tile=tile, splits=splits
             )
             decoder.warm_up()
@@ -179,7 +208,7 @@ def compile_tile(job: tuple) -> str | None:
     return None
 
 
-def checked(module, tile, heads: int, rope: int, cache: torch.Tensor) -> float:
+def checked(kernel, tile, heads: int, rope: int, cache: torch.Tensor) -> float:
     """Largest error of a variant over ragged lengths, alone and split."""
     worst = 0.0
     for splits in (1, 2, 7, 32):
@@ -188,9 +217,7 @@ def checked(module, tile, heads: int, rope: int, cache: torch.Tensor) -> float:
         inputs.lens.copy_(lens)
         for row, n in enumerate(lens.tolist()):
             inputs.slots[row, n:] = -1
-        decoder = module.SparseFp8Decode(
-            6, heads, rope, WIDTH, DEVICE, tile=tile, splits=splits
-        )
+        decoder = kernel.decode(6, heads, rope, WIDTH, DEVICE, tile=tile, splits=splits)
         inputs.out.fill_(math.nan)
         inputs.call(decoder, cache)
         if not (inputs.out[0] == 0).all():
@@ -200,27 +227,29 @@ def checked(module, tile, heads: int, rope: int, cache: torch.Tensor) -> float:
     return worst
 
 
-def tune(module, options, log) -> None:
+def tune(kernel, options, log) -> None:
     """Time every variant with every split count and print the best of each."""
     shapes = [(h, r) for r in options.rope for h in options.heads]
-    jobs = [(options.alone, h, r, t) for h, r in shapes for t in TUNE_TILES]
+    tiles = TUNE_TILES[options.cache]
+    jobs = [(options.cache, options.alone, h, r, t) for h, r in shapes for t in tiles]
     start = time.time()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.jobs, context) as executor:
         failed = dict(zip(jobs, executor.map(compile_tile, jobs)))
     print(f"compiled {len(jobs)} variants in {time.time() - start:.0f} s", flush=True)
-    columns = "".join(f"{f'{n} rows':>12}" for n in ROWS)
+    columns = "".join(f"{f'{n} rows':>12}" for n in options.rows)
     for rope in options.rope:
-        caches = pools(LATENT + rope, FP8, DEVICE)
+        caches = pools(LATENT + rope, kernel.dtype, DEVICE)
         for heads in options.heads:
             print(f"\nheads {heads}, rope {rope}: us (splits)")
             print(f"{'tile':30}{'error':>8}{columns}")
-            for values in TUNE_TILES:
+            for values in tiles:
                 name = "{} {} {} {}/{} {}".format(*values) + str(values[6:] or "")
-                reason = failed[(options.alone, heads, rope, values)]
+                shape = (heads, rope, values)
+                reason = failed[(options.cache, options.alone, *shape)]
                 if reason is None:
                     try:
-                        tune_tile(module, values, heads, rope, caches, name, log)
+                        tune_tile(kernel, *shape, options.rows, caches, name, log)
                     except Exception as error:  # noqa: BLE001 - go on with the next
                         reason = f"{type(error).__name__}: {str(error)[:200]}"
                 if reason is not None:
@@ -229,18 +258,18 @@ def tune(module, options, log) -> None:
         del caches
 
 
-def tune_tile(module, values, heads, rope, caches, name, log) -> None:
+def tune_tile(kernel, heads, rope, values, rows_to_try, caches, name, log) -> None:
     """Check and time one variant; print its line of the table."""
-    tile = module.Tile(8 if heads <= 8 else 16, *values)
-    error = checked(module, tile, heads, rope, caches[0])
+    tile = kernel.tile(heads, values)
+    error = checked(kernel, tile, heads, rope, caches[0])
     line = f"{name:30}{error:8.4f}"
     if not error < MAX_ERROR:
         line += "  WRONG"
-    for rows in ROWS:
+    for rows in rows_to_try:
         inputs = Inputs(rows, heads, rope, DEVICE)
         found = []
         for splits in TUNE_SPLITS[rows]:
-            decoder = module.SparseFp8Decode(
+            decoder = kernel.decode(
                 rows, heads, rope, WIDTH, DEVICE, tile=tile, splits=splits
             )
             us, spread = timed(lambda c, d=decoder, x=inputs: x.call(d, c), caches)
@@ -300,7 +329,7 @@ class FlashInfer:
         )  # fmt: skip
 
 
-def compare(module, options, log) -> int:
+def compare(kernel, options, log) -> int:
     """Time the chosen kernels, and FlashInfer where it can be imported.
 
     Returns:
@@ -311,17 +340,21 @@ def compare(module, options, log) -> int:
     peers = importlib.util.find_spec("flashinfer") is not None and not options.no_peers
     header = f"{'heads':>5}{'rope':>5}{'rows':>6}{'splits':>7}{'us':>9}{'TB/s':>7}"
     header += f"{'error':>8}"
-    print(header + (f"{'FI bf16':>9}{'FI fp8':>9}" if peers else ""))
+    print(header + (f"{'FlashInfer':>12}" if peers else ""))
     for rope in options.rope:
-        caches = pools(LATENT + rope, FP8, DEVICE)
-        wide = [c.to(torch.bfloat16) for c in caches] if peers else []
+        caches = pools(LATENT + rope, kernel.dtype, DEVICE)
+        pooled = {}
+        if peers:
+            pooled["bf16"] = [c.to(torch.bfloat16) for c in caches]
+        if peers and kernel.dtype == FP8:
+            pooled["fp8"] = caches
         for heads in options.heads:
             for rows in options.rows:
                 inputs = Inputs(rows, heads, rope, DEVICE)
-                decoder = module.SparseFp8Decode(rows, heads, rope, WIDTH, DEVICE)
+                decoder = kernel.decode(rows, heads, rope, WIDTH, DEVICE)
                 us, spread = timed(lambda c, d=decoder, x=inputs: x.call(d, c), caches)
                 error = inputs.error(caches[0])
-                rate = rows * WIDTH * (LATENT + rope) / us / 1e6
+                rate = rows * WIDTH * caches[0][0].nbytes / us / 1e6
                 splits = decoder.num_splits(rows)
                 line = f"{heads:5}{rope:5}{rows:6}{splits:7}{us:9.1f}{rate:7.2f}"
                 line += f"{error:8.4f}"
@@ -331,14 +364,9 @@ def compare(module, options, log) -> int:
                     heads=heads, rope=rope, rows=rows, splits=splits, error=error,
                     us=round(us, 2), spread=round(spread, 3), TBs=round(rate, 3),
                 )  # fmt: skip
-                for name, dtype, pool in (
-                    ("bf16", torch.bfloat16, wide),
-                    ("fp8", FP8, caches),
-                ):
-                    if not peers:
-                        continue
+                for name, pool in pooled.items():
                     try:
-                        peer = FlashInfer(inputs, dtype)
+                        peer = FlashInfer(inputs, pool[0].dtype)
                         us, _ = timed(peer.call, pool)
                         line += f"{us:9.1f}"
                         result[f"flashinfer_{name}_us"] = round(us, 2)
@@ -347,7 +375,7 @@ def compare(module, options, log) -> int:
                         result[f"flashinfer_{name}_failed"] = str(reason)[:300]
                 print(line if good else f"{line}  WRONG", flush=True)
                 log(result)
-        del caches, wide
+        del caches, pooled
     return wrong
 
 
@@ -355,7 +383,8 @@ def main() -> int:
     """Parse the command line and run; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tune", action="store_true", help="time every variant")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--cache", choices=list(ROWS), default="fp8")
+    parser.add_argument("--rows", type=int, nargs="+")
     parser.add_argument("--heads", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--rope", type=int, nargs="+", default=[ROPE, 0])
     parser.add_argument("--json", type=Path, help="write one JSON line a result")
@@ -370,12 +399,13 @@ def main() -> int:
         if options.json:
             options.json.write_text("\n".join(lines) + "\n")
 
-    module = load(options.alone)
+    options.rows = options.rows or ROWS[options.cache]
+    kernel = Kernel(options.cache, options.alone)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     if options.tune:
-        tune(module, options, log)
+        tune(kernel, options, log)
         return 0
-    return 1 if compare(module, options, log) else 0
+    return 1 if compare(kernel, options, log) else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_fp8 as mod
 
 LATENT, ROPE = 512, 64
 FP8 = torch.float8_e4m3fn
-NAN_BYTE = 0x7F
+NAN_BYTE = 0xFF
 MAX_ERROR = 0.004
 """Relative to the output's norm: bf16's own rounding is 0.0017 on average."""
 MAX_LSE_ERROR = 1e-3
@@ -37,7 +37,10 @@ class Value:
         self.base = base
 
     def to(self, dtype, bitcast=False):
-        """Convert, or reinterpret the bits."""
+        """Convert, or reinterpret the bits; of a pointer, what it points at."""
+        if self.base is not None:
+            ratio = self.base.element_size() // dtype.itemsize
+            return Value(self.data.long() * ratio, self.base.view(dtype))
         return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
     def __getitem__(self, index):
@@ -128,6 +131,9 @@ class Shared:
     def permute(self, order):
         return Shared(self.data.permute(order))
 
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(self.data.view(dtype).view(shape))
+
     def load(self, layout):
         return Value(self.data.clone())
 
@@ -156,7 +162,8 @@ class Emulator:
         ):
             setattr(self, layout, lambda *args: None)
 
-    constexpr = staticmethod(lambda value: value)
+    operand = torch.float16
+    constexpr = pointer_type = staticmethod(lambda value: value)
     static_range = staticmethod(range)
 
     def program_id(self, axis):
@@ -210,13 +217,14 @@ class Emulator:
         pointer.base[at] = x.to(pointer.base.dtype)
 
     def allocate_shared_memory(self, dtype, shape, layout, value=None):
-        data = torch.full(shape, 0x7F7F, dtype=torch.int16).view(dtype)
+        data = torch.empty(shape, dtype=dtype)
+        data.view(torch.uint8).fill_(NAN_BYTE)
         if value is not None:
             data.copy_(value.data)
         return Shared(data)
 
     def async_copy_global_to_shared(self, dst, pointer):
-        dst.data.fill_(0x7F7F)  # until the wait, readers see NaN
+        dst.data.view(torch.uint8).fill_(NAN_BYTE)  # until the wait, readers see NaN
         self.copies[-1].append((dst, self.load(pointer)))
 
     def commit_group(self):
@@ -229,7 +237,7 @@ class Emulator:
         self.copies = self.copies[max(done, 0) :]
 
     def mma(self, a, b, acc):
-        assert a.data.dtype == b.data.dtype == torch.float16
+        assert a.data.dtype == b.data.dtype == self.operand
         return Value(acc.data + a.data.float() @ b.data.float())
 
     def inline_asm_elementwise(self, asm, constraints, args, **_):
@@ -267,26 +275,35 @@ class Launch:
         return Value(torch.tensor(x.storage_offset()), base)
 
 
+def emulate(monkeypatch, emulator, *modules):
+    """Run the kernels of these modules under the emulator."""
+    helpers = ["_unpack", "_launch_control", "_stage_query", "_gather", "_copy_tile"]
+    helpers += ["_next_slots", "_scores"]
+    constants = ["LATENT_PAIRS", "_UNPACK_ASM", "_LAUNCH_DEPENDENTS_ASM", "_WAIT_ASM"]
+    constants += ["_LATENT"]
+    for place in modules:
+        monkeypatch.setattr(place, "gl", emulator)
+        for name, value in list(vars(place).items()):
+            if name in helpers:
+                monkeypatch.setattr(place, name, getattr(value, "fn", value))
+            elif name in constants:
+                monkeypatch.setattr(place, name, getattr(value, "value", value))
+            elif name in ("_decode_kernel", "_merge_kernel"):
+                monkeypatch.setattr(place, name, Launch(value, emulator))
+
+
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Without a Hopper GPU, run the kernels under the emulator."""
     if ON_HOPPER:
         return
-    emulator = Emulator()
-    monkeypatch.setattr(module, "gl", emulator)
-    helpers = ["_unpack", "_launch_control", "_stage_query", "_gather", "_copy_tile"]
-    for name in helpers + ["_next_slots", "_scores"]:
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, getattr(function, "fn", function))
-    for name in ("LATENT_PAIRS", "_UNPACK_ASM", "_LAUNCH_DEPENDENTS_ASM", "_WAIT_ASM"):
-        value = getattr(module, name)
-        monkeypatch.setattr(module, name, getattr(value, "value", value))
-    for name in ("_decode_kernel", "_merge_kernel"):
-        monkeypatch.setattr(module, name, Launch(getattr(module, name), emulator))
+    emulate(monkeypatch, Emulator(), module)
 
 
 class Case:
     """Inputs with a NaN in slot 0 and -1 in the tails, and the answer in float64."""
+
+    decode_class, dtype, max_error = module.SparseFp8Decode, FP8, MAX_ERROR
 
     def __init__(self, lens, width, heads, rope, k_scale=1.0, seed=0, spread=1.0):
         generator = torch.Generator().manual_seed(seed)
@@ -300,7 +317,7 @@ class Case:
         pool = 4 * width + 1
         wide = torch.zeros(pool, dim + 16)  # rows further apart than they are long
         wide[:, :dim] = normal(pool, dim) + 0.3
-        self.cache = (wide / k_scale).to(FP8)
+        self.cache = (wide / k_scale).to(self.dtype)
         self.cache.view(torch.uint8)[0] = NAN_BYTE
         self.cache = self.cache.to(DEVICE)[:, :dim]
         # One packed query, as under DCP: strides are the kernel's arguments.
@@ -317,7 +334,7 @@ class Case:
         # Without ``rows`` views of wider tensors, whose strides are arguments.
         index = slice(None) if rows is None else torch.tensor(rows, device=DEVICE)
         n = len(self.lens[index])
-        decoder = module.SparseFp8Decode(
+        decoder = self.decode_class(
             max_rows or n, self.heads, self.rope, self.width, DEVICE, **options
         )
         decoder._part.fill_(math.nan)
@@ -347,7 +364,7 @@ class Case:
             if n == 0:
                 continue
             kv = self.cache.view(torch.uint8)[self.slots[row, :n].long()]
-            kv = kv.view(FP8).double() * self.k_scale
+            kv = kv.view(self.dtype).double() * self.k_scale
             q = self.q_nope[row].double()
             if self.rope:
                 q = torch.cat([q, self.q_pe[row].double()], 1)
@@ -366,7 +383,7 @@ class Case:
                 continue
             got, true = out[row].double().cpu(), want[row]
             error = ((got - true).norm(dim=-1) / true.norm(dim=-1)).max()
-            assert error < MAX_ERROR, (row, n, float(error))
+            assert error < self.max_error, (row, n, float(error))
             error = (lse[row].double().cpu() - want_lse[row]).abs().max()
             assert error < MAX_LSE_ERROR, (row, n, float(error))
         return out, lse

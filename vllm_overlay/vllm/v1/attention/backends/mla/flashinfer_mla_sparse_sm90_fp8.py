@@ -28,6 +28,7 @@ their LSE, and a second kernel merges them. A row without slots gets output 0 an
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -406,13 +407,15 @@ class Tile:
     lanes: int = 8
     """Threads that copy a stretch of 16 bytes each of one token's row: 4 to 32. Few
     mean that a thread looks up few slots."""
+    value_bytes: int = 1
+    """Of the cache."""
 
     def shared_bytes(self, rope_dim: int) -> int:
         """Shared memory of a block: the tiles, the query, P and the driver's 1 KiB."""
         dim = LATENT + rope_dim
         query = 2 * self.heads * dim
         return (
-            self.stages * self.tokens * dim
+            self.stages * self.tokens * dim * self.value_bytes
             + query
             + 2 * self.tokens * self.heads
             + 1024
@@ -467,8 +470,10 @@ def choose_splits(
     return min(range(1, max(most, 1) + 1), key=cost)
 
 
-class SparseFp8Decode:
+class SparseDecode:
     """The decode of one shape; scratch is made here, ``decode`` allocates nothing.
+
+    A subclass names the cache's type and how its kernel is launched.
 
     Args:
         max_rows: Most query rows (tokens) of a call.
@@ -483,6 +488,8 @@ class SparseFp8Decode:
         ValueError: A value that the kernel can't take; all reasons at once.
 
     """
+
+    cache_dtype: ClassVar[torch.dtype]
 
     def __init__(
         self,
@@ -501,7 +508,7 @@ class SparseFp8Decode:
         self.topk_width = topk_width
         self.device = torch.device(device)
         self._refuse(
-            "SparseFp8Decode can't be built",
+            f"{type(self).__name__} can't be built",
             [
                 (max_rows >= 1, f"max_rows is {max_rows}; give at least 1"),
                 (
@@ -519,7 +526,7 @@ class SparseFp8Decode:
                 ),
             ],
         )
-        self.tile = tile or choose_tile(heads)
+        self.tile = tile or self._choose_tile(heads)
         self._forced_splits = splits
         self._sms = 132
         if self.device.type == "cuda":
@@ -536,6 +543,16 @@ class SparseFp8Decode:
         self._part_lse = torch.empty(
             pieces * heads, dtype=torch.float32, device=self.device
         )
+
+    @staticmethod
+    def _choose_tile(heads: int) -> Tile:
+        """The measured tile for a number of heads."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _kernel():
+        """The decode kernel, of ``_decode_kernel``'s arguments."""
+        raise NotImplementedError
 
     @staticmethod
     def _refuse(what: str, checks: list[tuple[bool, str]]) -> None:
@@ -575,7 +592,7 @@ class SparseFp8Decode:
                 + (f" and all others multiples of {strides}" if strides > 1 else "")
             )
 
-        bf16 = torch.bfloat16
+        bf16, dtype = torch.bfloat16, self.cache_dtype
         checks = [
             (rows <= self.max_rows, f"{rows} rows exceed max_rows {self.max_rows}"),
             fits("q_nope", q_nope, bf16, (rows, heads, LATENT), 2),
@@ -585,9 +602,9 @@ class SparseFp8Decode:
             fits(
                 "cache",
                 cache,
-                torch.float8_e4m3fn,
+                dtype,
                 (cache.shape[0], LATENT + rope),
-                16,
+                16 // dtype.itemsize,
             ),
             (
                 cache.data_ptr() % 16 == 0,
@@ -608,7 +625,7 @@ class SparseFp8Decode:
                     f"{(rows, heads)} is needed",
                 )
             )
-        self._refuse("sparse FP8 decode can't run", checks)
+        self._refuse(f"{type(self).__name__} can't run", checks)
 
     def decode(
         self,
@@ -625,9 +642,10 @@ class SparseFp8Decode:
         """Attend each row to its slots; captures into a CUDA graph.
 
         Args:
-            q_nope: ``[rows, heads, 512]`` bf16, up to 65504 in magnitude (f16).
+            q_nope: ``[rows, heads, 512]`` bf16; with an FP8 cache up to 65504 in
+                magnitude (f16).
             q_pe: ``[rows, heads, 64]`` bf16, or None with rope_dim 0.
-            cache: ``[num_slots, 512 + rope_dim]`` e4m3, 16-byte aligned rows.
+            cache: ``[num_slots, 512 + rope_dim]``, 16-byte aligned rows.
             slots: ``[rows, topk_width]`` int32, of which each row's first ``lens`` are
                 read.
             lens: ``[rows]`` int32 on the device; 0 gives output 0 and LSE -inf.
@@ -648,15 +666,15 @@ class SparseFp8Decode:
         q32 = q_nope.view(torch.int32)
         pe32 = q32 if q_pe is None else q_pe.view(torch.int32)
         out32 = out.view(torch.int32)
-        cache16 = cache.view(torch.int16)
+        words = cache if cache.element_size() == 2 else cache.view(torch.int16)
         has_lse = int(lse is not None)
         lse_to = self._part_lse if lse is None else lse
         lse_row, lse_head = lse.stride() if lse is not None else (0, 0)
-        _decode_kernel[(rows * self._head_blocks, splits)](
-            q32, pe32, cache16, slots, lens, out32, lse_to,
+        self._kernel()[(rows * self._head_blocks, splits)](
+            q32, pe32, words, slots, lens, out32, lse_to,
             self._part, self._part_lse,
             q32.stride(0), q32.stride(1), pe32.stride(0), pe32.stride(1),
-            cache16.stride(0) // 8, slots.stride(0),
+            words.stride(0) // 8, slots.stride(0),
             out32.stride(0), out32.stride(1), lse_row, lse_head,
             slots.shape[1], heads, splits, has_lse,
             float(softmax_scale) * float(k_scale) * LOG2E, float(k_scale),
@@ -682,15 +700,26 @@ class SparseFp8Decode:
             make = dict(device=self.device)
             q = torch.zeros(n, self.heads, LATENT, dtype=torch.bfloat16, **make)
             pe = q[..., : self.rope_dim] if self.rope_dim else None
-            cache = torch.zeros(1, LATENT + self.rope_dim, dtype=torch.uint8, **make)
+            cache = torch.zeros(1, LATENT + self.rope_dim, **make)
             slots = torch.zeros(n, self.topk_width, dtype=torch.int32, **make)
             self.decode(
                 q,
                 pe,
-                cache.view(torch.float8_e4m3fn),
+                cache.to(self.cache_dtype),
                 slots,
                 torch.ones(n, dtype=torch.int32, **make),
                 1.0,
                 1.0,
                 torch.empty_like(q),
             )
+
+
+class SparseFp8Decode(SparseDecode):
+    """The decode over an FP8 (e4m3) cache."""
+
+    cache_dtype = torch.float8_e4m3fn
+    _choose_tile = staticmethod(choose_tile)
+
+    @staticmethod
+    def _kernel():
+        return _decode_kernel

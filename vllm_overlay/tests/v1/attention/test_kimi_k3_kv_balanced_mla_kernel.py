@@ -323,7 +323,8 @@ def test_accuracy_at_any_length_and_mean():
                 text = f"gain {gain:+.5f}: mean {mean}, sink {sink}, lens {lens[:2]}"
                 if "-v" in sys.argv:
                     print("   ", text, flush=True)
-                assert abs(gain) <= MAX_GAIN, text
+                # Neighbours of a sink under e4m3's smallest value would be 0.16 %.
+                assert abs(gain) <= 0.75 * MAX_GAIN, text
     return f"largest gain {worst:.5f}"
 
 

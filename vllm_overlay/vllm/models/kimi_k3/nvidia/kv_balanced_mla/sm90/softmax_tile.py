@@ -31,6 +31,11 @@ LOW_SUM = 0.125
 MAX_LOG2_RISE = 0.75
 """Move the reference up when a key lies this far (log2) above it: 16 keys below that
 sum to less than SUM_LIMIT, so a row that asks for a move does move."""
+DOMINANT_LOG2_RISE = 7.0
+"""A key this far (log2) above all before it gets DOMINANT_LOG2_HEADROOM instead: its
+neighbours in the same tile are light, and need e4m3's lower end."""
+DOMINANT_LOG2_HEADROOM = 8.0
+"""P = 2 ** 8 = 256 of 448."""
 MAX_LOG2_DROP = 7.0
 """Move the reference down when a tile's largest key lies this far below it."""
 NEGLIGIBLE_LOG2 = -25.0
@@ -165,6 +170,8 @@ class SoftmaxTile(Role):
             matters = exp2_approx(weight) > total
             if (rise > MAX_LOG2_RISE) | ((rise < -MAX_LOG2_DROP) & matters):  # noqa: SIM102
                 if top > UNSEEN:
+                    if (rise > DOMINANT_LOG2_RISE) & (base > UNSEEN):
+                        top = top - (DOMINANT_LOG2_HEADROOM - P_LOG2_HEADROOM)
                     alpha = exp2_approx(base - top)
                     tAlpha[row] = alpha
                     tState[row] = top

@@ -161,7 +161,7 @@ done
 if wanted engine; then
   runs=ref-bf16,fp8-triton,ours-eager,ours-graph,ours-sync-check,ours-piecewise,ours-dspark
   runs+=,ours-dspark-graph,ours-dspark-bf16-draft,ours-dspark-by-batch,ours-k3
-  runs+=,ours-dspark-adaptive,ours-ngram-graph
+  runs+=,ours-dspark-adaptive,ours-ngram-graph,ours-mixed,ours-dspark-groups
   case_of engine 960 "$python" "$project/scripts/engine_check.py" --only "$runs" \
     --parallel 6 --timeout 420 --budget 480 --out "$out/engine"
 fi

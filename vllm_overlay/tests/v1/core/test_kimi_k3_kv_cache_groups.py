@@ -145,6 +145,18 @@ def test_an_fp8_draft_leaves_less_than_5_percent_empty(model, block):
     assert (len(groups), slots(groups) - len(layers)) == (10, 2)
 
 
+def test_additional_config_keeps_vllms_groups(model):
+    layers = specs()
+    for value, groups in ((True, 10), (False, 4)):
+        config = make_config(model)
+        config.additional_config = {"kimi_k3_kv_cache_groups": value}
+        found = planning.get_global_kv_cache_groups(config, [dict(layers)])
+        assert len(found) == groups
+    config.additional_config = {"kimi_k3_kv_cache_groups": "no"}
+    with pytest.raises(ValueError, match="must be true or false, got 'no'; false keeps"):
+        planning.get_global_kv_cache_groups(config, [dict(layers)])
+
+
 @pytest.mark.parametrize(
     ("draft", "groups", "empty"),
     [(dict(draft=0), 4, 3), ({}, 4, 18), (dict(draft_dtype="bfloat16"), 20, 2)],

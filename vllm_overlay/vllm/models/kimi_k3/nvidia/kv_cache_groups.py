@@ -34,6 +34,8 @@ logger = init_logger(__name__)
 MAX_EMPTY = 0.05
 # A step builds metadata and gathers a block table for each group on the host.
 MAX_GROUPS = 16
+OPTION = "kimi_k3_kv_cache_groups"
+"""Key of ``--additional-config``; false keeps vLLM's own groups."""
 
 
 class KimiK3KVCacheGroups(SupportsKVCacheGrouping):
@@ -54,11 +56,30 @@ class KimiK3KVCacheGroups(SupportsKVCacheGrouping):
         Returns:
             vLLM's own groups, divided anew where they leave too much empty.
 
+        Raises:
+            ValueError: ``--additional-config`` has ``kimi_k3_kv_cache_groups``, and it
+                is neither true nor false.
+
         """
         from vllm.v1.core import kv_cache_planning
 
         groups = kv_cache_planning.get_kv_cache_groups(vllm_config, kv_cache_spec)
+        if not _wanted(vllm_config):
+            return groups
         return regroup(groups, list(kv_cache_spec))
+
+
+def _wanted(vllm_config: "VllmConfig") -> bool:
+    """Whether ``--additional-config`` lets this module divide the groups."""
+    options = vllm_config.additional_config
+    value = options.get(OPTION, True) if isinstance(options, dict) else True
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"--additional-config: {OPTION} must be true or false, got {value!r}; "
+            "false keeps vLLM's own KV-cache groups, which suit contexts of more than "
+            "about 200k tokens."
+        )
+    return value
 
 
 def regroup(groups: list[KVCacheGroupSpec], order: list[str]) -> list[KVCacheGroupSpec]:

@@ -28,9 +28,11 @@ SUM_LIMIT = 440.0
 """A thread's sum over 16 keys above this may hold a P above 448, e4m3's largest."""
 LOW_SUM = 0.125
 """All four threads of a row below this: the tile uses e4m3's subnormal end."""
-MAX_LOG2_RISE = 0.75
-"""Move the reference up when a key lies this far (log2) above it: 16 keys below that
-sum to less than SUM_LIMIT, so a row that asks for a move does move."""
+MAX_LOG2_RISE = 4.5
+"""Move the reference up when a key lies this far (log2) above it: P reaches 362."""
+ASKED_LOG2_RISE = 0.75
+"""The same where a row's sum asked for it: 16 keys below that sum to less than
+SUM_LIMIT, so the row does move and does not ask again."""
 DOMINANT_LOG2_RISE = 7.0
 """A key this far (log2) above all before it gets DOMINANT_LOG2_HEADROOM instead: its
 neighbours in the same tile are light, and need e4m3's lower end."""
@@ -150,11 +152,12 @@ class SoftmaxTile(Role):
         return cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, 2))
 
     @cute.jit
-    def move_reference(self, tS, tState, tAlpha, scale):
+    def move_reference(self, tS, tState, tAlpha, scale, most_rise: cutlass.Constexpr):
         """Choose the references for this tile; ``tAlpha`` gets the rescale factors.
 
-        ``tState`` is ``[base 0, base 1, sum 0, sum 1]``. Returns 1 if a row of this
-        thread moved (its accumulators must be multiplied by alpha), else 0.
+        ``tState`` is ``[base 0, base 1, sum 0, sum 1]``. Returns 1 if accumulators of
+        this thread's rows must be multiplied by alpha, else 0: those of a row that has
+        seen no key yet are zero.
         """
         moved = Int32(0)
         for row in cutlass.range_constexpr(2):
@@ -168,15 +171,16 @@ class SoftmaxTile(Role):
             # 64 keys at most as heavy as the tile's largest one: 2 ** (rise + 4 + 6).
             weight = rise + (P_LOG2_HEADROOM + 6.0 - NEGLIGIBLE_LOG2)
             matters = exp2_approx(weight) > total
-            if (rise > MAX_LOG2_RISE) | ((rise < -MAX_LOG2_DROP) & matters):  # noqa: SIM102
+            if (rise > most_rise) | ((rise < -MAX_LOG2_DROP) & matters):  # noqa: SIM102
                 if top > UNSEEN:
-                    if (rise > DOMINANT_LOG2_RISE) & (base > UNSEEN):
-                        top = top - (DOMINANT_LOG2_HEADROOM - P_LOG2_HEADROOM)
+                    if base > UNSEEN:
+                        moved = Int32(1)
+                        if rise > DOMINANT_LOG2_RISE:
+                            top = top - (DOMINANT_LOG2_HEADROOM - P_LOG2_HEADROOM)
                     alpha = exp2_approx(base - top)
                     tAlpha[row] = alpha
                     tState[row] = top
                     tState[2 + row] = tState[2 + row] * alpha
-                    moved = Int32(1)
         return moved
 
     @cute.jit
@@ -272,7 +276,7 @@ class SoftmaxTile(Role):
             redo = high | (tLow[0] != 0)
         if redo:
             tAlpha = cute.make_rmem_tensor((2,), Float32)
-            moved = self.move_reference(tS, tState, tAlpha, scale)
+            moved = self.move_reference(tS, tState, tAlpha, scale, ASKED_LOG2_RISE)
             tSum.fill(0.0)
             for group in cutlass.range_constexpr(4):
                 self.exponentials(tS, tState, tSum, tWord, scale, group)
@@ -312,7 +316,7 @@ class SoftmaxTile(Role):
                     token = token0 + 8 * n + j + 2 * (lane % 4)
                     if token >= tBound[row]:
                         tS[4 * n + 2 * row + j] = -Float32.inf
-        moved = self.move_reference(tS, tState, tAlpha, scale)
+        moved = self.move_reference(tS, tState, tAlpha, scale, MAX_LOG2_RISE)
         for group in cutlass.range_constexpr(4):
             self.exponentials(tS, tState, tSum, tWord, scale, group)
         if const_expr(i == 0):

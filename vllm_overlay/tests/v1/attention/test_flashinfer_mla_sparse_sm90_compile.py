@@ -24,6 +24,7 @@ import torch
 
 from tests.v1.attention import flashinfer_mla_sparse_sm90_utils as utils
 from vllm.triton_utils import HAS_TRITON, triton
+from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_bf16 as bf16
 from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_fp8 as fp8
 from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_planner as planner
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
@@ -33,8 +34,11 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
 
 KERNELS = {
     fp8: ("_decode_kernel", "_merge_kernel"),
+    bf16: ("_decode_kernel",),
     planner: ("_plan_sparse_mla_kernel", "_limit_rows_kernel"),
 }
+OPERAND = {fp8.SparseFp8Decode: "f16", bf16.SparseBf16Decode: "bf16"}
+"""What the tensor cores multiply."""
 REGISTERS = 64 * 1024
 """32-bit registers of a Hopper SM; a warp takes a multiple of 256."""
 STATIC_SHARED_BYTES = 48 * 1024
@@ -150,11 +154,12 @@ def of(launches, kernel):
     return list({id(x.binary): x for x in launches if x.kernel == kernel}.values())
 
 
+@pytest.mark.parametrize("decode", OPERAND)
 @pytest.mark.parametrize("heads", [1, 8, 12, 128])
 @pytest.mark.parametrize("rope", [0, 64])
-def test_decode(launches, heads, rope):
+def test_decode(launches, decode, heads, rope):
     """Layouts, copies and operands fit together, and a block takes what was thought."""
-    decoder = fp8.SparseFp8Decode(256, heads, rope, 2048, "cpu")
+    decoder = decode(256, heads, rope, 2048, "cpu")
     decoder.warm_up()
     tile = decoder.tile
     variants = of(launches, "_decode_kernel")
@@ -162,8 +167,8 @@ def test_decode(launches, heads, rope):
     for v in variants:
         assert v.stack_bytes == 0, v.options
         assert v.binary.metadata.num_warps == tile.warps
-        assert v.blocks_by_registers >= tile.blocks_by_registers, v.registers
-        # The estimate that decides how many splits fill the device.
+        # How many splits fill the device is decided by an estimate.
+        assert v.blocks_by_registers >= decoder._per_sm, v.registers
         estimate, shared = tile.shared_bytes(rope), v.binary.metadata.shared + 1024
         assert estimate <= shared <= estimate + 512
         assert fp8.SHARED_BYTES // shared >= decoder._per_sm
@@ -171,7 +176,8 @@ def test_decode(launches, heads, rope):
         assert ".target sm_90a" in ptx
         assert "ldmatrix.sync.aligned.m8n8.x4.shared" in ptx
         assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared" in ptx
-        assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx
+        operand = OPERAND[decode]
+        assert f"mma.sync.aligned.m16n8k16.row.col.f32.{operand}.{operand}.f32" in ptx
         # All copies are 16 bytes wide and go past L1.
         copies = re.findall(r"cp\.async\.c\w\.\S+ .*?, (0x\w+), ", ptx)
         assert copies and set(copies) == {"0x10"}
@@ -203,31 +209,32 @@ def zeros(*shape, offset=0, extra=0, dtype=torch.int32):
     return wide[..., offset : offset + last]
 
 
+@pytest.mark.parametrize("decode", OPERAND)
 @pytest.mark.parametrize("heads,width", [(1, 2048), (8, 2176), (12, 2049), (128, 80)])
 @pytest.mark.parametrize("rope", [0, 64])
-def test_warm_up_leaves_nothing_to_compile(launches, heads, width, rope):
+def test_warm_up_leaves_nothing_to_compile(launches, decode, heads, width, rope):
     """Any number of rows, stride, alignment and scale runs on the warm binaries."""
     most = 40
-    decoder = fp8.SparseFp8Decode(most, heads, rope, width, "cpu")
+    decoder = decode(most, heads, rope, width, "cpu")
     decoder.warm_up()
     warm = {id(launch.binary) for launch in launches}
     launches.clear()
-    bf16, dim = torch.bfloat16, 512 + rope
+    half, dim = torch.bfloat16, 512 + rope
     for rows in (1, 2, 3, 16, 17, most):
         for extra, offset, scale in ((0, 0, 1.0), (2, 2, 0.25), (16, 6, 1.0)):
-            query = zeros(rows, heads, 576, extra=extra, offset=offset, dtype=bf16)
-            cache = zeros(99, dim, extra=8 * extra, offset=16, dtype=torch.uint8)
+            query = zeros(rows, heads, 576, extra=extra, offset=offset, dtype=half)
+            cache = zeros(99, dim, extra=8 * extra, offset=16, dtype=decode.cache_dtype)
             lse = zeros(rows, heads, extra=extra, dtype=torch.float32)
             for value in (None, lse):
                 decoder.decode(
                     query[..., :512],
                     query[..., 512:] if rope else None,
-                    cache.view(torch.float8_e4m3fn),
+                    cache,
                     zeros(rows, width, extra=extra, offset=offset // 2),
                     zeros(rows, offset=offset // 2),
                     scale,
                     scale,
-                    zeros(rows, heads, 512, extra=extra, offset=offset, dtype=bf16),
+                    zeros(rows, heads, 512, extra=extra, offset=offset, dtype=half),
                     value,
                 )
     assert launches

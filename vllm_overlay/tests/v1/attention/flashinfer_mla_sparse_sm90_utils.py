@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
@@ -298,11 +299,12 @@ def make_builder(
     use_mha=False,
     k_scale=1.0,
     return_lse=False,
+    graphs=None,
 ):
     """The module's real builder on vLLM's real parents: ``(builder, layer)``.
 
     Works for upstream's file of the same name as well. ``layer.impl`` is the module's
-    impl without the parts that need a model.
+    impl without the parts that need a model. ``graphs`` are the captured sizes.
     """
     impl = object.__new__(module.FlashInferMLASparseSM90Impl)
     impl.num_heads = heads
@@ -344,6 +346,7 @@ def make_builder(
             max_num_batched_tokens=max_tokens, max_num_seqs=16, async_scheduling=True
         ),
         parallel_config=SimpleNamespace(
+            data_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
             tensor_parallel_size=1,
@@ -353,7 +356,11 @@ def make_builder(
         attention_config=SimpleNamespace(
             hisparse_config=None, sparse_mla_force_mqa=False
         ),
-        compilation_config=SimpleNamespace(static_forward_context={"attn": layer}),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"attn": layer},
+            cudagraph_mode=graphs and CUDAGraphMode.FULL_AND_PIECEWISE,
+            cudagraph_capture_sizes=graphs,
+        ),
         speculative_config=speculative,
     )
     spec = MLAAttentionSpec(

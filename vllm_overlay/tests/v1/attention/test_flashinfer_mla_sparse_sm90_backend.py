@@ -3,8 +3,9 @@
 """FLASHINFER_MLA_SPARSE_SM90 through vLLM's own classes, on the CPU.
 
 FlashInfer is a stand-in that follows the work list in its integer workspace, so wrong
-lengths or a wrong schedule give wrong numbers. What needs the planner's kernel runs in
-Triton's interpreter; ``test_in_the_interpreter`` of the plan's tests starts it.
+lengths or a wrong schedule give wrong numbers. Our own kernel runs under the emulator
+of its tests. What needs the planner's kernel runs in Triton's interpreter;
+``test_in_the_interpreter`` of the plan's tests starts it.
 """
 
 import os
@@ -16,6 +17,7 @@ import torch
 
 import vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90 as backend
 from tests.v1.attention import flashinfer_mla_sparse_sm90_utils as utils
+from tests.v1.attention import test_flashinfer_mla_sparse_sm90_bf16 as bf16_tests
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.mla import (
     flashinfer_mla_sparse_sm90_flashinfer as flashinfer_module,
@@ -53,6 +55,15 @@ def made(monkeypatch):
     return utils.install(monkeypatch)
 
 
+@pytest.fixture(params=["many", "few"])
+def rows_are(request, monkeypatch, made):
+    """As many rows as FlashInfer's kernel reads, or few enough for our own."""
+    few = request.param == "few"
+    monkeypatch.setattr(backend, "own_rows", lambda heads: 64 if few else 0)
+    bf16_tests.emulate(monkeypatch)
+    return request.param
+
+
 @pytest.fixture
 def planned(monkeypatch, made):
     """No kernel: the planner records, and the check of the kernel is left out."""
@@ -60,6 +71,7 @@ def planned(monkeypatch, made):
     monkeypatch.setattr(
         flashinfer_module.FlashInferSparseDecode, "_check_kernel", lambda *_: None
     )
+    monkeypatch.setattr(backend, "own_rows", lambda heads: 0)
     return made
 
 
@@ -73,8 +85,8 @@ def mapped(query_lens, seq_lens):
     return cam
 
 
-class RecordingFp8:
-    """Stands for the FP8 kernel."""
+class RecordingDecode:
+    """Stands for a kernel of our own."""
 
     def __init__(self, *args):
         self.made_with = args
@@ -109,7 +121,8 @@ def step(query_lens, seq_lens, *, heads=4, rope=64, kpool=None, padding=0, **opt
     if lse is not None:
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
     state = builder.state.flashinfer
-    assert state.planner.row_lengths[:rows].tolist() == lengths
+    if rows > builder.state.own_rows:
+        assert state.planner.row_lengths[:rows].tolist() == lengths
     return SimpleNamespace(out=out, lse=lse, state=state, metadata=metadata)
 
 
@@ -119,27 +132,28 @@ def step(query_lens, seq_lens, *, heads=4, rope=64, kpool=None, padding=0, **opt
 @needs_kernel
 @pytest.mark.parametrize("rope", [0, 64])
 @pytest.mark.parametrize("kpool", [None, 1, 4])
-def test_contexts_around_topk(made, kpool, rope):
+def test_contexts_around_topk(rows_are, kpool, rope):
     """Every remainder of a pool of 4; row 0, tails and unselected slots are poison."""
     contexts = [1, 63, 64, 65, *range(TOPK - 1, TOPK + 6), 700]
     step([1] * len(contexts), contexts, rope=rope, kpool=kpool)
 
 
 @needs_kernel
-def test_rows_of_one_request_straddle_topk(made):
+def test_rows_of_one_request_straddle_topk(rows_are):
     done = step([1, 6, 3, 1], [700, TOPK + 3, 3, 1], kpool=4)
     lengths = done.state.planner.row_lengths
-    assert lengths[1:7].tolist() == [126, 127, 128, 129, 130, 131]
+    if rows_are == "many":
+        assert lengths[1:7].tolist() == [126, 127, 128, 129, 130, 131]
 
 
 @needs_kernel
-def test_lse_is_base_2(made):
+def test_lse_is_base_2(rows_are):
     done = step([1] * 3, [5, 100, 700], return_lse=True, padding=1)
     assert done.lse.shape == (4, 4) and done.lse[3].tolist() == [-torch.inf] * 4
 
 
 @needs_kernel
-def test_padded_rows_give_zero(made):
+def test_padded_rows_give_zero(rows_are):
     done = step([1, 1], [300, 70], padding=5)
     assert done.metadata.num_mqa_rows == 7
     assert bool((done.out[2:] == 0).all())
@@ -152,7 +166,7 @@ def test_many_heads_take_two_thread_blocks(made):
 
 
 @needs_kernel
-def test_a_selection_shorter_than_its_length_is_exact(made):
+def test_a_selection_shorter_than_its_length_is_exact(rows_are):
     """A draft step that reuses a selection, or a dummy forward: the counts decide."""
     random = torch.Generator().manual_seed(1)
     builder, layer = utils.make_builder(backend, CPU, 4, 64, topk=TOPK, width=WIDTH)
@@ -171,7 +185,7 @@ def test_a_selection_shorter_than_its_length_is_exact(made):
 
 
 @needs_kernel
-def test_zero_rows(made):
+def test_zero_rows(rows_are):
     builder, layer = utils.make_builder(backend, CPU, 4, 64)
     metadata = builder.build(0, utils.common_metadata([], []))
     q = torch.zeros(0, 4, 576, dtype=torch.bfloat16)
@@ -182,7 +196,7 @@ def test_zero_rows(made):
 
 
 @needs_kernel
-def test_flashinfer_plans_only_at_construction(made):
+def test_flashinfer_plans_only_at_construction(made, rows_are):
     builder, _ = utils.make_builder(backend, CPU, 4, 64)
     (wrapper,) = made
     plans = len(wrapper.plans)
@@ -211,7 +225,7 @@ def test_a_kernel_that_reads_the_plan_otherwise_is_refused(monkeypatch):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("rope", [0, 64])
 def test_construction_plan(monkeypatch, planned, rope, fp8):
-    monkeypatch.setattr(backend, "SparseFp8Decode", RecordingFp8)
+    monkeypatch.setattr(backend, "SparseFp8Decode", RecordingDecode)
     builder, layer = utils.make_builder(
         backend, CPU, 4, rope, fp8=fp8, max_tokens=20, kpool=4
     )
@@ -241,6 +255,22 @@ def test_construction_plan(monkeypatch, planned, rope, fp8):
     indices = wrapper._planned_backend._kv_indices_buf
     assert indices.data_ptr() == state.slots.data_ptr()
     assert state.flashinfer.index_kpool == 4
+
+
+@pytest.mark.parametrize("heads,max_tokens,most", [(8, 512, 64), (12, 10, 10)])
+def test_our_own_kernel_is_made_for_few_rows(
+    monkeypatch, planned, heads, max_tokens, most
+):
+    monkeypatch.setattr(backend, "own_rows", bf16_tests.module.own_rows)
+    monkeypatch.setattr(backend, "SparseBf16Decode", RecordingDecode)
+    builder, _ = utils.make_builder(backend, CPU, heads, 64, max_tokens=max_tokens)
+    state = builder.state
+    assert state.bf16.made_with == (most, heads, 64, WIDTH, CPU)
+    assert state.bf16.warm == 1  # compiled before the first request
+    assert state.own_rows == most and state.flashinfer is not None
+    # Where each block of 16 heads would read the cache again, there is none.
+    many, _ = utils.make_builder(backend, CPU, 32, 64)
+    assert many.state.bf16 is None and many.state.own_rows == 0
 
 
 @pytest.mark.parametrize("use_mha", [False, True])
@@ -296,7 +326,7 @@ def test_a_layer_of_another_backend_is_refused(monkeypatch):
 
 
 def fp8_step(monkeypatch, k_scale, rope=64):
-    monkeypatch.setattr(backend, "SparseFp8Decode", RecordingFp8)
+    monkeypatch.setattr(backend, "SparseFp8Decode", RecordingDecode)
 
     def convert(req_id, table, selected, **facts):
         facts["out"].copy_(selected)

@@ -161,10 +161,12 @@ def test_decode(launches, decode, heads, rope):
     """Layouts, copies and operands fit together, and a block takes what was thought."""
     decoder = decode(256, heads, rope, 2048, "cpu")
     decoder.warm_up()
-    tile = decoder.tile
+    tiles = {t.tokens: t for t in map(decoder.tile_of, range(1, 257))}
     variants = of(launches, "_decode_kernel")
     assert {v.options["SPLIT"] for v in variants} == {False, True}
+    assert {v.options["BN"] for v in variants} == set(tiles)
     for v in variants:
+        tile = tiles[v.options["BN"]]
         assert v.stack_bytes == 0, v.options
         assert v.binary.metadata.num_warps == tile.warps
         # How many splits fill the device is decided by an estimate.

@@ -13,6 +13,7 @@ that reads past a row's valid slots, or row 0, gives NaN.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -44,6 +45,18 @@ DEVICE = torch.device("cuda:0")
 MAX_ERROR, MAX_LSE_ERROR = 0.006, 5e-3
 
 
+@contextlib.contextmanager
+def reader(own):
+    """A bf16 cache is read by our kernel (True), FlashInfer's (False), or as chosen."""
+    chosen = ours.own_rows
+    if own is not None:
+        ours.own_rows = lambda heads: 4096 if own else 0
+    try:
+        yield
+    finally:
+        ours.own_rows = chosen
+
+
 class Step:
     """One forward of one layer: builder, batch, selection, cache and query."""
 
@@ -62,23 +75,25 @@ class Step:
         max_tokens=None,
         module=ours,
         seed=0,
+        own=None,
     ):
         rows = sum(query_lens) + padded
         self.kpool, self.fp8, self.rope = kpool or 1, fp8, rope
         self.k_scale = k_scale if fp8 else 1.0
-        self.builder, self.layer = utils.make_builder(
-            module,
-            DEVICE,
-            heads,
-            rope,
-            fp8=fp8,
-            max_tokens=max_tokens or max(rows, 8),
-            topk=TOPK,
-            kpool=kpool,
-            width=WIDTH,
-            k_scale=k_scale,
-            return_lse=return_lse,
-        )
+        with reader(own):
+            self.builder, self.layer = utils.make_builder(
+                module,
+                DEVICE,
+                heads,
+                rope,
+                fp8=fp8,
+                max_tokens=max_tokens or max(rows, 8),
+                topk=TOPK,
+                kpool=kpool,
+                width=WIDTH,
+                k_scale=k_scale,
+                return_lse=return_lse,
+            )
         self.random = torch.Generator().manual_seed(seed)
         self.device_random = torch.Generator(DEVICE).manual_seed(seed)
         q = torch.randn(rows, heads, utils.LATENT + rope, generator=self.random)
@@ -121,6 +136,13 @@ class Step:
         impl = self.layer.impl
         return impl.forward_mqa(query, self.cache, self.metadata, self.layer)
 
+    def planned(self):
+        """The planned lengths, or None: only FlashInfer's kernel has a plan."""
+        state = self.builder.state
+        if self.fp8 or len(self.lengths) <= state.own_rows:
+            return None
+        return state.flashinfer.planner.row_lengths[: len(self.lengths)].tolist()
+
     def error(self, out, lse=None):
         """Largest error against float64, relative to the output's largest value."""
         want, want_lse = utils.reference(
@@ -140,28 +162,27 @@ def around_topk():
     return [1, 2, 63, 64, 65, 128, 1000, *range(TOPK - 2, TOPK + 6), 2500, 4093, 4095]
 
 
-def check_contexts(heads, rope, kpool, fp8=False):
+def check_contexts(heads, rope, kpool, fp8=False, own=None):
     seq_lens = around_topk()
     step = Step([1] * len(seq_lens), seq_lens, heads=heads, rope=rope, kpool=kpool,
-                fp8=fp8, padded=3, return_lse=True)  # fmt: skip
+                fp8=fp8, padded=3, return_lse=True, own=own)  # fmt: skip
     step.build()
     error = step.error(*step.forward())
     assert error < MAX_ERROR, error
-    if not fp8:
-        got = step.builder.state.flashinfer.planner.row_lengths[: len(step.lengths)]
-        assert got.tolist() == step.lengths
-    return {"heads": heads, "rope": rope, "kpool": kpool, "fp8": fp8, "error": error}
+    assert step.planned() in (None, step.lengths)
+    shape = {"heads": heads, "rope": rope, "kpool": kpool}
+    return shape | {"fp8": fp8, "own": own, "error": error}
 
 
-def check_speculative(fp8=False):
+def check_speculative(fp8=False, own=None):
     """Rows of several tokens a request, straddling topk, and a long extend."""
     query_lens = [6] * 16 + [1, 3, 40]
     seq_lens = [TOPK - 4 + i for i in range(16)] + [7, 3, 2071]
-    step = Step(query_lens, seq_lens, kpool=4, fp8=fp8)
+    step = Step(query_lens, seq_lens, kpool=4, fp8=fp8, own=own)
     step.build()
     error = step.error(step.forward()[0])
     assert error < MAX_ERROR, error
-    return {"fp8": fp8, "rows": sum(query_lens), "error": error}
+    return {"fp8": fp8, "own": own, "rows": sum(query_lens), "error": error}
 
 
 def check_many_rows(rows=1500):
@@ -173,10 +194,10 @@ def check_many_rows(rows=1500):
     return {"rows": rows, "error": error}
 
 
-def check_replay(heads, fp8=False, rows=200):
+def check_replay(heads, fp8=False, own=None, rows=200):
     """One captured forward serves other contexts and fewer live rows."""
     first = [(i * 131) % 3000 + 1 for i in range(rows)]
-    step = Step([1] * rows, first, heads=heads, kpool=4, fp8=fp8)
+    step = Step([1] * rows, first, heads=heads, kpool=4, fp8=fp8, own=own)
     step.build()
     step.forward()
     torch.accelerator.synchronize()
@@ -198,7 +219,7 @@ def check_replay(heads, fp8=False, rows=200):
     with torch.cuda.graph(graph):
         out, _ = step.forward()
     errors = []
-    for live in (rows, rows - 73, 133, 64, 5, 1):
+    for live in (rows, rows - 1, *(n for n in (133, 127, 64, 5, 1) if n < rows)):
         step.set_batch([1] * live, [(i * 97 + live) % 2600 for i in range(live)])
         step.build()
         refresh()
@@ -206,7 +227,7 @@ def check_replay(heads, fp8=False, rows=200):
         graph.replay()
         errors.append(step.error(out))
     assert max(errors) < MAX_ERROR, errors
-    return {"heads": heads, "fp8": fp8, "error": max(errors)}
+    return {"heads": heads, "fp8": fp8, "own": own, "rows": rows, "error": max(errors)}
 
 
 def check_scale(k_scale, rope):
@@ -219,9 +240,9 @@ def check_scale(k_scale, rope):
     return {"k_scale": k_scale, "rope": rope, "error": error}
 
 
-def check_short_rows(fp8=False):
+def check_short_rows(fp8=False, own=None):
     """A selection shorter than the lengths say: the counts decide, layer by layer."""
-    step = Step([1] * 8, [2500] * 8, heads=8, fp8=fp8)
+    step = Step([1] * 8, [2500] * 8, heads=8, fp8=fp8, own=own)
     step.build()
     full = step.error(step.forward()[0])
     whole = step.chosen
@@ -238,14 +259,14 @@ def check_short_rows(fp8=False):
     step.layer.impl.topk_indices_buffer[:8] = whole
     error = max(error, full, step.error(step.forward()[0]))
     assert error < MAX_ERROR, error
-    return {"fp8": fp8, "error": error}
+    return {"fp8": fp8, "own": own, "error": error}
 
 
-def check_no_sync(kind, fp8=False):
+def check_no_sync(kind, fp8=False, own=None):
     """``build`` waits for nothing, whatever decides the lengths."""
     query_lens = [1] * 64 if kind == "plain" else [6] * 32
     seq_lens = [900 + 37 * i for i in range(len(query_lens))]
-    step = Step(query_lens, seq_lens, heads=8, kpool=4, fp8=fp8)
+    step = Step(query_lens, seq_lens, heads=8, kpool=4, fp8=fp8, own=own)
     device_lens = query_lens
     if kind == "adaptive":
         # The device split differs from the host's; the total is the same.
@@ -265,19 +286,33 @@ def check_no_sync(kind, fp8=False):
     chosen, step.lengths = utils.select(
         step.cam, step.q.shape[0], WIDTH, TOPK, step.kpool, step.random
     )
-    if not fp8:
-        got = step.builder.state.flashinfer.planner.row_lengths[: len(step.lengths)]
-        assert got.tolist() == step.lengths
-    return {"kind": kind, "fp8": fp8, "rows": step.q.shape[0]}
+    assert step.planned() in (None, step.lengths)
+    return {"kind": kind, "fp8": fp8, "own": own, "rows": step.q.shape[0]}
 
 
-def check_zero_rows():
-    step = Step([1] * 4, [9] * 4, heads=8)
+def check_zero_rows(own=None):
+    step = Step([1] * 4, [9] * 4, heads=8, own=own)
     step.cam = utils.common_metadata([], [], device=DEVICE)
     step.build()
     out, _ = step.forward()
     assert out.shape[0] == 0
-    return {}
+    return {"own": own}
+
+
+def check_both_sides(heads=8):
+    """One builder on either side of its limit: few rows, many, few again."""
+    limit = ours.own_rows(heads)
+    errors = []
+    step = Step([1] * (limit + 5), [1] * (limit + 5), heads=heads)
+    assert step.builder.state.own_rows == limit
+    for rows in (limit, limit + 1, 1, limit + 5):
+        step.q = step.q.new_empty(rows, *step.q.shape[1:]).normal_()
+        step.set_batch([1] * rows, [(i * 97 + rows) % 2600 for i in range(rows)])
+        step.build()
+        errors.append(step.error(step.forward()[0]))
+        assert step.planned() in (None, step.lengths)
+    assert max(errors) < MAX_ERROR, errors
+    return {"heads": heads, "limit": limit, "error": max(errors)}
 
 
 # -- pytest ----------------------------------------------------------------------
@@ -285,24 +320,30 @@ def check_zero_rows():
 HEADS_ROPE_KPOOL = [(8, 64, None), (16, 64, 1), (16, 0, 4), (64, 64, 4), (128, 64, 4)]
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+# (FP8, our own kernel): FlashInfer's on bf16, ours on bf16, ours on FP8.
+READERS = {"bf16": (False, False), "bf16-own": (False, True), "fp8": (True, None)}
+readers = pytest.mark.parametrize("fp8,own", READERS.values(), ids=READERS)
+
+
+@readers
 @pytest.mark.parametrize("heads,rope,kpool", HEADS_ROPE_KPOOL)
-def test_contexts_around_topk(heads, rope, kpool, fp8):
-    check_contexts(heads, rope, kpool, fp8)
+def test_contexts_around_topk(heads, rope, kpool, fp8, own):
+    check_contexts(heads, rope, kpool, fp8, own)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_rows_of_one_request_straddle_topk(fp8):
-    check_speculative(fp8)
+@readers
+def test_rows_of_one_request_straddle_topk(fp8, own):
+    check_speculative(fp8, own)
 
 
 def test_many_rows():
     check_many_rows()
 
 
-@pytest.mark.parametrize("heads,fp8", [(8, False), (128, False), (8, True)])
-def test_replay_with_other_contexts_and_fewer_rows(heads, fp8):
-    check_replay(heads, fp8)
+@readers
+@pytest.mark.parametrize("heads,rows", [(8, 200), (8, 8), (128, 200)])
+def test_replay_with_other_contexts_and_fewer_rows(heads, rows, fp8, own):
+    check_replay(heads, fp8, own, rows)
 
 
 @pytest.mark.parametrize("rope", [0, 64])
@@ -311,19 +352,25 @@ def test_fp8_scale_covers_latent_and_rope(k_scale, rope):
     check_scale(k_scale, rope)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_selection_shorter_than_its_length(fp8):
-    check_short_rows(fp8)
+@readers
+def test_selection_shorter_than_its_length(fp8, own):
+    check_short_rows(fp8, own)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@readers
 @pytest.mark.parametrize("kind", ["plain", "async", "speculative", "adaptive"])
-def test_build_does_not_synchronise(kind, fp8):
-    check_no_sync(kind, fp8)
+def test_build_does_not_synchronise(kind, fp8, own):
+    check_no_sync(kind, fp8, own)
 
 
-def test_zero_rows():
-    check_zero_rows()
+@pytest.mark.parametrize("own", [False, True])
+def test_zero_rows(own):
+    check_zero_rows(own)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_both_sides_of_the_limit(heads):
+    check_both_sides(heads)
 
 
 # -- the script ------------------------------------------------------------------
@@ -471,25 +518,27 @@ def parent_build_us(side):
     return host_us(build)
 
 
-ROWS = (1, 8, 64, 100, 133, 200, 512)
+ROWS = (1, 8, 16, 32, 64, 100, 133, 200, 512)
 KINDS = ("plain", "async", "speculative", "adaptive")
 
 
 def parts(stock):
     """Name, time limit in seconds, and what to run: a function and its arguments."""
-    for fp8 in (False, True):
-        kind = "fp8" if fp8 else "bf16"
-        cases = [(*case, fp8) for case in HEADS_ROPE_KPOOL]
+    for kind, (fp8, own) in READERS.items():
+        cases = [(*case, fp8, own) for case in HEADS_ROPE_KPOOL]
         yield f"contexts-{kind}", 150, check_contexts, cases
-        yield f"speculative-{kind}", 60, check_speculative, [(fp8,)]
-        replays = [(8, True)] if fp8 else [(8, False), (128, False)]
+        yield f"speculative-{kind}", 60, check_speculative, [(fp8, own)]
+        shapes = ((8, 200), (8, 8), (128, 200))
+        replays = [(heads, fp8, own, rows) for heads, rows in shapes]
         yield f"replay-{kind}", 90, check_replay, replays
-        yield f"no-sync-{kind}", 60, check_no_sync, [(k, fp8) for k in KINDS]
+        yield f"no-sync-{kind}", 60, check_no_sync, [(k, fp8, own) for k in KINDS]
+    yield "both-sides", 60, check_both_sides, [(8,), (16,)]
+    for fp8 in (False, True):
         times = [(stock, 8, fp8, ROWS)]
-        yield f"time-{kind}", 120, measure, times
+        yield f"time-{'fp8' if fp8 else 'bf16'}", 150, measure, times
     yield "many-rows", 40, check_many_rows, [()]
-    yield "short-rows", 60, check_short_rows, [(False,), (True,)]
-    yield "zero-rows", 20, check_zero_rows, [()]
+    yield "short-rows", 60, check_short_rows, list(READERS.values())
+    yield "zero-rows", 20, check_zero_rows, [(False,), (True,)]
     scales = list(itertools.product((0.25, 0.5, 1.0, 4.0), (0, 64)))
     yield "scales", 120, check_scale, scales
 
@@ -504,7 +553,7 @@ def run_part(check, cases):
             raise
         except Exception as error:
             traceback.print_exc(limit=-4)
-            failures.append(f"{case[-2:]}: {type(error).__name__}: {error}"[:300])
+            failures.append(f"{case[-4:]}: {type(error).__name__}: {error}"[:300])
             if "CUDA error" in str(error):
                 break
             continue

@@ -4,12 +4,20 @@
 
 With page size 1 the slots that the indexer selects are the page table: each query token
 is a batch row whose KV length is its count of valid slots. Causality is already in the
-selection. A bf16 cache is read by FlashInfer's FA3 MLA kernel under a schedule that one
-launch computes from device lengths (``flashinfer_mla_sparse_sm90_plan``), so a step
-costs the host the same for any batch and never waits for the device. Padded rows of a
-captured graph have length 0: their output is 0. An FP8 cache is read by a kernel of our
-own (``flashinfer_mla_sparse_sm90_fp8``), which takes the counts of the slot conversion
-and needs no plan; a padded row is what the indexer left in its buffer, -1 for nothing.
+selection. Who reads the cache:
+
+- An FP8 cache and few rows of a bf16 cache: kernels of our own
+  (``flashinfer_mla_sparse_sm90_fp8``, ``.._bf16``). They take the counts of the slot
+  conversion and need no plan; a padded row is what the indexer left in its buffer, -1
+  for nothing.
+- More rows of a bf16 cache: FlashInfer's FA3 MLA kernel, under a schedule that one
+  launch computes from device lengths (``flashinfer_mla_sparse_sm90_plan``), so a step
+  costs the host the same for any batch and never waits for the device. Padded rows of a
+  captured graph have length 0: their output is 0.
+
+The rows of a call decide; a graph keeps the kernel that it was captured with. So a step
+isn't planned only if no graph that may be replayed on it has enough rows for
+FlashInfer's kernel (``flashinfer_mla_sparse_sm90_graphs``).
 
 FP8 cache (``fp8``, ``fp8_e4m3``): one scale ``k_scale`` for the whole row, latent and
 rope part. That holds for every writer of this cache layout: ``concat_and_cache_mla``
@@ -26,6 +34,7 @@ and ``supports_dcp`` stay False.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,12 +58,20 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseMetadata,
     FlashInferMLASparseMetadataBuilder,
 )
+from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_bf16 import (
+    SparseBf16Decode,
+    own_rows,
+)
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_flashinfer import (
     LATENT,
     FlashInferSparseDecode,
 )
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_fp8 import (
+    SparseDecode,
     SparseFp8Decode,
+)
+from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_graphs import (
+    GraphRows,
 )
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_select import (
     MIN_FLASHINFER,
@@ -184,6 +201,8 @@ class _SM90State:
         index_topk: Tokens that the indexer keeps of a longer context.
         index_kpool: Tokens that it pools; 1 without pooling.
         return_lse: Also compute the base-2 LSE.
+        graph_rows: The most rows of a CUDA graph that may run on a step built with so
+            many rows, or None if unknown; by default there are no graphs.
 
     Raises:
         ValueError: Another latent width or cache type, or a shape that the decode of
@@ -204,6 +223,7 @@ class _SM90State:
         index_topk: int,
         index_kpool: int,
         return_lse: bool = False,
+        graph_rows: Callable[[int], int | None] = lambda rows: rows,
     ) -> None:
         if kv_lora_rank != LATENT:
             raise ValueError(f"kv_lora_rank must be {LATENT}, got {kv_lora_rank}")
@@ -225,6 +245,9 @@ class _SM90State:
         self.return_lse = return_lse
         self.flashinfer: FlashInferSparseDecode | None = None
         self.fp8: SparseFp8Decode | None = None
+        self.bf16: SparseBf16Decode | None = None
+        self.own_rows = 0
+        self.graph_rows = graph_rows
         if kv_dtype == torch.float8_e4m3fn:
             self.fp8 = SparseFp8Decode(
                 max_tokens, num_heads, qk_rope_head_dim, topk_width, device
@@ -243,6 +266,12 @@ class _SM90State:
                 self.index_kpool,
                 return_lse,
             )
+            self.own_rows = min(own_rows(num_heads), max_tokens)
+            if self.own_rows:
+                self.bf16 = SparseBf16Decode(
+                    self.own_rows, num_heads, qk_rope_head_dim, topk_width, device
+                )
+                self.bf16.warm_up()
 
     def plan(
         self,
@@ -251,6 +280,9 @@ class _SM90State:
         req_id_per_token: torch.Tensor,
     ) -> None:
         """Plan rows ``[0, num_rows)`` of a batch from its device lengths.
+
+        Does nothing where FlashInfer's kernel can't run: with an FP8 cache, and if
+        every graph that may be replayed on this step has few rows.
 
         Raises:
             RuntimeError: Called while a CUDA graph is captured: the lengths would be
@@ -265,8 +297,9 @@ class _SM90State:
                 "FLASHINFER_MLA_SPARSE_SM90 plans outside CUDA graphs; build the "
                 "metadata before the capture"
             )
-        # The FP8 kernel takes each layer's own counts and needs no plan.
-        if self.flashinfer is not None:
+        most = self.graph_rows(num_rows)
+        few = self.bf16 is not None and most is not None and most <= self.own_rows
+        if self.flashinfer is not None and not few:
             self.flashinfer.plan(
                 num_rows,
                 cam.query_start_loc,
@@ -297,9 +330,11 @@ class _SM90State:
         """
         rows, heads = q_nope.shape[:2]
         counts = self.counts[:rows]
-        if self.flashinfer is not None:
+        kernel: SparseDecode | None = self.bf16 if rows <= self.own_rows else self.fp8
+        if kernel is None:
+            assert self.flashinfer is not None
             return self.flashinfer.decode(q_nope, q_pe, cache, counts)
-        assert self.fp8 is not None and k_scale is not None
+        assert k_scale is not None or self.fp8 is None
         # The query may be a transposed view; the output is packed.
         out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
         lse = (
@@ -307,14 +342,14 @@ class _SM90State:
             if self.return_lse
             else None
         )
-        self.fp8.decode(
+        kernel.decode(
             q_nope,
             q_pe if q_pe.shape[-1] else None,
             cache,
             self.slots[:rows],
             counts,
             self.sm_scale,
-            k_scale,
+            1.0 if k_scale is None else k_scale,
             out,
             lse,
         )
@@ -323,7 +358,7 @@ class _SM90State:
 
 @dataclass
 class FlashInferMLASparseSM90Metadata(FlashInferMLASparseMetadata):
-    """Adds the group's state and how many rows are planned."""
+    """Adds the group's state and how many rows it decodes."""
 
     state: _SM90State | None = None
     num_mqa_rows: int = 0
@@ -369,6 +404,7 @@ class FlashInferMLASparseSM90Builder(FlashInferMLASparseMetadataBuilder):
             index_topk=int(hf_config.index_topk),
             index_kpool=int(getattr(hf_config, "index_kpool", None) or 1),
             return_lse=getattr(impl, "need_to_return_lse_for_decode", False),
+            graph_rows=GraphRows(vllm_config),
         )
 
     def build(
@@ -377,7 +413,7 @@ class FlashInferMLASparseSM90Builder(FlashInferMLASparseMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashInferMLASparseSM90Metadata:
-        """Build a step's metadata and plan it. Never waits for the device."""
+        """Build a step's metadata, and its plan. Never waits for the device."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         assert isinstance(metadata, FlashInferMLASparseSM90Metadata)
         num_rows = metadata.num_actual_tokens

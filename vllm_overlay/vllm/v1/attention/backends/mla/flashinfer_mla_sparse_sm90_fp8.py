@@ -526,6 +526,7 @@ class SparseDecode:
                 ),
             ],
         )
+        self._forced_tile = tile
         self.tile = tile or self._choose_tile(heads)
         self._forced_splits = splits
         self._sms = 132
@@ -548,6 +549,10 @@ class SparseDecode:
     def _choose_tile(heads: int) -> Tile:
         """The measured tile for a number of heads."""
         raise NotImplementedError
+
+    def tile_of(self, rows: int) -> Tile:
+        """The tile of a call of ``rows`` rows."""
+        return self.tile
 
     @staticmethod
     def _kernel():
@@ -659,10 +664,10 @@ class SparseDecode:
 
         """
         self._check(q_nope, q_pe, cache, slots, lens, out, lse)
-        rows, heads, tile = q_nope.shape[0], self.heads, self.tile
+        rows, heads = q_nope.shape[0], self.heads
         if rows == 0:
             return
-        splits = self.num_splits(rows)
+        tile, splits = self.tile_of(rows), self.num_splits(rows)
         q32 = q_nope.view(torch.int32)
         pe32 = q32 if q_pe is None else q_pe.view(torch.int32)
         out32 = out.view(torch.int32)
@@ -694,8 +699,10 @@ class SparseDecode:
     def warm_up(self) -> None:
         """Compile all that ``decode`` may launch, by running each kernel once."""
         splits = {r: self.num_splits(r) for r in range(self.max_rows, 0, -1)}
-        # One binary for unsplit rows and one for all others; a merge for each power.
-        rows = {next_power_of_2(max(n, 4)) * (n > 1): r for r, n in splits.items()}
+        # For each tile one binary for unsplit rows and one for all others; a merge for
+        # each power.
+        merges = {r: next_power_of_2(max(n, 4)) * (n > 1) for r, n in splits.items()}
+        rows = {(self.tile_of(r), n): r for r, n in merges.items()}
         for n in rows.values():
             make = dict(device=self.device)
             q = torch.zeros(n, self.heads, LATENT, dtype=torch.bfloat16, **make)

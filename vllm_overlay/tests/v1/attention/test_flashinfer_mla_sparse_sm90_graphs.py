@@ -7,6 +7,7 @@ whatever padding its batch gets. Nothing here needs a GPU or Triton.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,7 +227,7 @@ def test_a_full_graph_s_step_is_built_with_its_rows(mode, rows):
     planner = engine.state.flashinfer.planner
     live, padded = 17, 24
     starts = np.minimum(np.arange(padded + 1), live).astype(np.int32)
-    group = SimpleNamespace(
+    group: Any = SimpleNamespace(
         get_metadata_builder=lambda ubatch: engine.builder,
         kv_cache_spec=engine.builder.kv_cache_spec,
         layer_names=["attn"],

@@ -190,7 +190,7 @@ if wanted sparse; then
   with_stock=()
   if [ -e "$stock" ]; then with_stock=(--stock "$stock"); fi
   mkdir -p "$out/sparse"
-  case_of sparse-checks 420 "$python" \
+  case_of sparse-checks 600 "$python" \
     "$project/vllm_overlay/tests/v1/attention/test_flashinfer_mla_sparse_sm90_gpu.py" \
     "$out/sparse" "${with_stock[@]}"
   case_of sparse-bench 420 "$python" "$benchmarks/benchmark_flashinfer_mla_sparse_sm90.py" \

@@ -9,6 +9,7 @@ shards with that collective.
 """
 
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -30,16 +31,16 @@ class SilentPyNccl:
 @pytest.fixture
 def communicators(monkeypatch):
     """A communicator of each rank, and torch's collective over their inputs."""
+    groups = [types.SimpleNamespace(rank=rank, inputs=None) for rank in range(WORLD)]
     made = []
-    for rank in range(WORLD):
-        one = object.__new__(CudaCommunicator)
-        one.world_size, one.rank_in_group = WORLD, rank
-        one.pynccl_comm = SilentPyNccl()
-        one.device_group = types.SimpleNamespace(rank=rank, inputs=[])
+    for group in groups:
+        one: Any = object.__new__(CudaCommunicator)
+        one.world_size, one.rank_in_group = WORLD, group.rank
+        one.pynccl_comm, one.device_group = SilentPyNccl(), group
         made.append(one)
 
     def reduce_scatter_tensor(output, input_, group):
-        total = sum(one.device_group.inputs for one in made)
+        total = torch.stack([group.inputs for group in groups]).sum(0)
         assert input_.is_contiguous() and input_.shape == total.shape
         output.copy_(total.chunk(WORLD)[group.rank])
 
@@ -53,7 +54,7 @@ def communicators(monkeypatch):
 def test_torchs_collective_takes_over(communicators, dim):
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(4, 6, 8, generator=generator) for _ in range(WORLD)]
-    expected = sum(inputs).chunk(WORLD, dim)
+    expected = torch.stack(inputs).sum(0).chunk(WORLD, dim)
     for one, value in zip(communicators, inputs):
         one.device_group.inputs = value.movedim(0, dim)
     for rank, one in enumerate(communicators):

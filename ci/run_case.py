@@ -51,6 +51,11 @@ def case_xml(
     return ET.ElementTree(top)
 
 
+def heed_interrupts() -> None:
+    """Undo what a shell does to background jobs, so that a command can be asked."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def end(process: subprocess.Popen, ended: threading.Event) -> None:
     """End a command's session: ask, wait, kill."""
     ended.set()
@@ -70,6 +75,7 @@ def run(words: list[str], limit: float | None, tail: deque[str]) -> int:
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", start_new_session=limit is not None,
+        preexec_fn=heed_interrupts,
     ) as ran:  # fmt: skip
         timer = threading.Timer(limit or 0, end, (ran, ended))
         if limit is not None:

@@ -191,7 +191,11 @@ def test_an_interrupt_ends_the_jobs_too(tmp_path):
     script = tmp_path / "parent.py"
     scripts = str(engine_jobs.HERE)
     script.write_text(INTERRUPTED.format(scripts=scripts, out=str(tmp_path)))
-    parent = subprocess.Popen([sys.executable, str(script)])
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        # A shell makes its background jobs ignore it, and pytest may be one of them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     log, limit = tmp_path / "sleeps.log", time.time() + 20
     while not (log.exists() and log.read_text()) and time.time() < limit:
         time.sleep(0.05)

@@ -42,7 +42,7 @@ def load_alone(cache: str):
     helpers = sys.modules["vllm.utils.math_utils"].__dict__
     helpers["cdiv"] = lambda a, b: -(a // -b)
     helpers["next_power_of_2"] = lambda n: 1 << max(n - 1, 0).bit_length()
-    for name in dict.fromkeys(("fp8", cache)):
+    for name in ("decode", cache):
         name = MODULE + name
         path = Path(__file__).parents[2] / (name.replace(".", "/") + ".py")
         spec = importlib.util.spec_from_file_location(name, path)

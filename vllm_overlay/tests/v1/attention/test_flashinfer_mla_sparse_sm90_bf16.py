@@ -11,6 +11,7 @@ import torch
 
 from tests.v1.attention import test_flashinfer_mla_sparse_sm90_fp8 as fp8
 from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_bf16 as module
+from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_decode as shared
 
 LATENT, ROPE, DEVICE = fp8.LATENT, fp8.ROPE, fp8.DEVICE
 pytestmark = pytest.mark.skip_global_cleanup
@@ -28,7 +29,7 @@ def emulate(monkeypatch):
         return
     emulator = fp8.Emulator()
     emulator.operand = torch.bfloat16
-    fp8.emulate(monkeypatch, emulator, module, fp8.module)
+    fp8.emulate(monkeypatch, emulator, module)
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +42,8 @@ TILES = [
     module.choose_tile(8, few=True),
     module.choose_tile(16),
     module.choose_tile(16, few=True),
-    fp8.module.Tile(8, 32, 3, 2, pair_step=128, token_step=32, value_bytes=2),
-    fp8.module.Tile(16, 128, 2, 8, value_bytes=2),
+    shared.Tile(8, 32, 3, 2, pair_step=128, token_step=32, value_bytes=2),
+    shared.Tile(16, 128, 2, 8, value_bytes=2),
 ]
 
 
@@ -131,7 +132,7 @@ def test_splits_fill_the_device_and_scratch_is_bounded(heads):
     assert decoder.scratch_bytes < 16 << 20
     for rows in range(1, limit + 1):
         splits = decoder.num_splits(rows)
-        assert 1 < splits <= fp8.module.MAX_SPLITS
+        assert 1 < splits <= shared.MAX_SPLITS
         assert rows * splits <= 2 * 132
         assert rows * splits * heads * LATENT <= decoder._part.numel()
     assert decoder.num_splits(1) >= 32

@@ -25,6 +25,7 @@ import torch
 from tests.v1.attention import flashinfer_mla_sparse_sm90_utils as utils
 from vllm.triton_utils import HAS_TRITON, triton
 from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_bf16 as bf16
+from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_decode as shared
 from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_fp8 as fp8
 from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_planner as planner
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
@@ -33,8 +34,9 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_plan import (
 )
 
 KERNELS = {
-    fp8: ("_decode_kernel", "_merge_kernel"),
+    fp8: ("_decode_kernel",),
     bf16: ("_decode_kernel",),
+    shared: ("_merge_kernel",),
     planner: ("_plan_sparse_mla_kernel", "_limit_rows_kernel"),
 }
 OPERAND = {fp8.SparseFp8Decode: "f16", bf16.SparseBf16Decode: "bf16"}
@@ -171,9 +173,9 @@ def test_decode(launches, decode, heads, rope):
         assert v.binary.metadata.num_warps == tile.warps
         # How many splits fill the device is decided by an estimate.
         assert v.blocks_by_registers >= decoder._per_sm, v.registers
-        estimate, shared = tile.shared_bytes(rope), v.binary.metadata.shared + 1024
-        assert estimate <= shared <= estimate + 512
-        assert fp8.SHARED_BYTES // shared >= decoder._per_sm
+        estimate, taken = tile.shared_bytes(rope), v.binary.metadata.shared + 1024
+        assert estimate <= taken <= estimate + 512
+        assert shared.SHARED_BYTES // taken >= decoder._per_sm
         ptx = v.binary.asm["ptx"]
         assert ".target sm_90a" in ptx
         assert "ldmatrix.sync.aligned.m8n8.x4.shared" in ptx

@@ -16,6 +16,7 @@ import types
 import pytest
 import torch
 
+from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_decode as shared
 from vllm.v1.attention.backends.mla import flashinfer_mla_sparse_sm90_fp8 as module
 
 LATENT, ROPE = 512, 64
@@ -276,12 +277,12 @@ class Launch:
 
 
 def emulate(monkeypatch, emulator, *modules):
-    """Run the kernels of these modules under the emulator."""
-    helpers = ["_unpack", "_launch_control", "_stage_query", "_gather", "_copy_tile"]
-    helpers += ["_next_slots", "_scores"]
-    constants = ["LATENT_PAIRS", "_UNPACK_ASM", "_LAUNCH_DEPENDENTS_ASM", "_WAIT_ASM"]
+    """Run the kernels of these modules, and what they share, under the emulator."""
+    helpers = ["_unpack", "launch_control", "_stage_query", "gather", "_copy_tile"]
+    helpers += ["next_slots", "_scores"]
+    constants = ["LATENT_PAIRS", "_UNPACK_ASM", "LAUNCH_DEPENDENTS_ASM", "_WAIT_ASM"]
     constants += ["_LATENT"]
-    for place in modules:
+    for place in (shared, *modules):
         monkeypatch.setattr(place, "gl", emulator)
         for name, value in list(vars(place).items()):
             if name in helpers:
@@ -390,10 +391,10 @@ class Case:
 
 
 TILES = [
-    module.Tile(heads=8, tokens=64, stages=2, warps=4),
-    module.Tile(heads=8, tokens=64, stages=1, warps=4),
-    module.Tile(heads=8, tokens=32, stages=3, warps=2, pair_step=128, token_step=32),
-    module.Tile(heads=16, tokens=128, stages=2, warps=8),
+    shared.Tile(heads=8, tokens=64, stages=2, warps=4),
+    shared.Tile(heads=8, tokens=64, stages=1, warps=4),
+    shared.Tile(heads=8, tokens=32, stages=3, warps=2, pair_step=128, token_step=32),
+    shared.Tile(heads=16, tokens=128, stages=2, warps=8),
 ]
 
 
@@ -490,7 +491,7 @@ def test_scratch_is_bounded_and_made_once():
 @pytest.mark.parametrize("blocks", [1, 7, 64, 133, 200, 512, 4096])
 def test_splits_never_cost_more_waves_than_they_save(blocks):
     tiles, at_once = 32, 264
-    splits = module.choose_splits(blocks, tiles, 132, 2, 8)
+    splits = shared.choose_splits(blocks, tiles, 132, 2, 8)
     waves = math.ceil(blocks * splits / at_once) * math.ceil(tiles / splits)
     assert waves <= math.ceil(blocks / at_once) * tiles
     assert splits == 1 or blocks * splits <= 4 * at_once

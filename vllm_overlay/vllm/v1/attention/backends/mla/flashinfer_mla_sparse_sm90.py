@@ -7,9 +7,9 @@ is a batch row whose KV length is its count of valid slots. Causality is already
 selection. Who reads the cache:
 
 - An FP8 cache and few rows of a bf16 cache: kernels of our own
-  (``flashinfer_mla_sparse_sm90_fp8``, ``.._bf16``). They take the counts of the slot
-  conversion and need no plan; a padded row is what the indexer left in its buffer, -1
-  for nothing.
+  (``flashinfer_mla_sparse_sm90_fp8``, ``.._bf16``; ``.._decode`` is what they share).
+  They take the counts of the slot conversion and need no plan; a padded row is what the
+  indexer left in its buffer, -1 for nothing.
 - More rows of a bf16 cache: FlashInfer's FA3 MLA kernel, under a schedule that one
   launch computes from device lengths (``flashinfer_mla_sparse_sm90_plan``), so a step
   costs the host the same for any batch and never waits for the device. Padded rows of a
@@ -62,12 +62,14 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_bf16 import (
     SparseBf16Decode,
     own_rows,
 )
+from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_decode import (
+    SparseDecode,
+)
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_flashinfer import (
     LATENT,
     FlashInferSparseDecode,
 )
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_fp8 import (
-    SparseDecode,
     SparseFp8Decode,
 )
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_graphs import (

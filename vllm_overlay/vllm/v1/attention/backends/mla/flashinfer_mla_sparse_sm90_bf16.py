@@ -2,34 +2,35 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sparse MLA decode of few rows over a bf16 latent cache on Hopper, gathered by slot.
 
-What it computes, the grid, the splits and their merge are those of the FP8 kernel
-(``flashinfer_mla_sparse_sm90_fp8``), with everything transposed as there: ``S^T = K
-Q^T`` and ``O^T = V^T P^T``, so that 8 heads fill the tensor core's products. The cache
-needs no conversion: ``cp.async`` gathers the rows in 16-byte pieces, and ``ldmatrix``
-reads K (plain) and V (transposed) from the one copy in shared memory. Q, K, V and P are
-bf16, all sums fp32. A tile is twice as large as in FP8, so tiles have fewer tokens.
+It computes what the FP8 kernel does (``flashinfer_mla_sparse_sm90_fp8`` has the
+formulas), with everything transposed as there: ``S^T = K Q^T`` and ``O^T = V^T P^T``,
+so that 8 heads fill the tensor core's products. The cache needs no conversion:
+``cp.async`` gathers the rows in 16-byte pieces, and ``ldmatrix`` reads K (plain) and V
+(transposed) from the one copy in shared memory. Q, K, V and P are bf16, all sums fp32.
+A tile is twice as large as in FP8, so tiles have fewer tokens. The grid, the splits and
+their merge are in ``flashinfer_mla_sparse_sm90_decode``.
 """
 
 import torch
 
+from vllm.triton_utils import gl
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_fp8 import (
-    _LAUNCH_DEPENDENTS_ASM,
-    _NEVER_SPECIALIZE,
+from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_decode import (
+    LAUNCH_DEPENDENTS_ASM,
     MAX_SPLITS,
+    NEVER_SPECIALIZE,
     SparseDecode,
     Tile,
-    _gather,
-    _jit,
-    _launch_control,
-    _next_slots,
-    gl,
+    gather,
+    jit,
+    launch_control,
+    next_slots,
 )
 
 _LATENT = gl.constexpr(512)
 
 
-@_jit
+@jit
 def _stage_query(
     q, head0, heads, head_stride, HB: gl.constexpr, PAIRS: gl.constexpr,
     NW: gl.constexpr,
@@ -54,18 +55,18 @@ def _stage_query(
     return shared._reinterpret(gl.bfloat16, [HB, 2 * PAIRS], values)
 
 
-@_jit
+@jit
 def _copy_tile(
     kv, kpe, at, cache, slot, slot_pe, chunks, ROPE: gl.constexpr, copy: gl.constexpr,
     copy_pe: gl.constexpr,
 ):  # fmt: skip
     """Start copying one tile into stage ``at``."""
-    _gather(kv.index(at), cache, slot, chunks, 0, _LATENT, copy)
+    gather(kv.index(at), cache, slot, chunks, 0, _LATENT, copy)
     if ROPE > 0:
-        _gather(kpe.index(at), cache, slot_pe, chunks, _LATENT, ROPE, copy_pe)
+        gather(kpe.index(at), cache, slot_pe, chunks, _LATENT, ROPE, copy_pe)
 
 
-@_jit
+@jit
 def _scores(
     acc, other, kv, q, DIM: gl.constexpr, STEP: gl.constexpr, a: gl.constexpr,
     b: gl.constexpr,
@@ -78,7 +79,7 @@ def _scores(
     return acc, other
 
 
-@_jit(do_not_specialize=_NEVER_SPECIALIZE)
+@jit(do_not_specialize=NEVER_SPECIALIZE)
 def _decode_kernel(
     q_nope,  # bf16 pairs [rows, heads, 256] as int32
     q_pe,  # bf16 pairs [rows, heads, 32] as int32
@@ -114,7 +115,7 @@ def _decode_kernel(
 
     if SPLIT:
         # The merge may get ready; it waits for this grid's end before it reads.
-        _launch_control(_LAUNCH_DEPENDENTS_ASM)
+        launch_control(LAUNCH_DEPENDENTS_ASM)
     blocks = (heads + HB - 1) // HB
     row = gl.program_id(0) // blocks
     head0 = gl.program_id(0) % blocks * HB
@@ -143,14 +144,14 @@ def _decode_kernel(
             gl.bfloat16, [BN, HB], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
         )
         # The slots of the next tile to copy are loaded a tile ahead.
-        slot, slot_pe = _next_slots(slots, first * BN, n, n_pe, last)
+        slot, slot_pe = next_slots(slots, first * BN, n, n_pe, last)
         for i in gl.static_range(AHEAD):
             if first + i < end:
                 _copy_tile(
                     kv, kpe, i, cache, slot, slot_pe, chunks, ROPE, copy, copy_pe
                 )
             gl.nvidia.ampere.async_copy.commit_group()
-            slot, slot_pe = _next_slots(slots, (first + i + 1) * BN, n, n_pe, last)
+            slot, slot_pe = next_slots(slots, (first + i + 1) * BN, n, n_pe, last)
         q = _stage_query(
             q_nope + row64 * qn_row, head0, heads, qn_head, HB, _LATENT // 2, NW
         )
@@ -169,7 +170,7 @@ def _decode_kernel(
                         copy_pe,
                     )  # fmt: skip
                 gl.nvidia.ampere.async_copy.commit_group()
-                slot, slot_pe = _next_slots(
+                slot, slot_pe = next_slots(
                     slots, (tile + AHEAD + 1) * BN, n, n_pe, last
                 )
 
@@ -203,7 +204,7 @@ def _decode_kernel(
                         kv, kpe, 0, cache, slot, slot_pe, chunks, ROPE, copy, copy_pe
                     )
                 gl.nvidia.ampere.async_copy.commit_group()
-                slot, slot_pe = _next_slots(slots, (tile + 2) * BN, n, n_pe, last)
+                slot, slot_pe = next_slots(slots, (tile + 2) * BN, n, n_pe, last)
 
     mass = gl.sum(total, axis=0)
     empty = mass == 0

@@ -123,6 +123,37 @@ def test_measurements_are_in_the_description(project):
     assert "2026-01-01-h200" in text and "12 us" in text
 
 
+def test_a_description_shows_the_results_that_it_names(project):
+    folder = project.root / "docs/measurements"
+    folder.mkdir(parents=True)
+    (folder / "speed.md").write_text("# Speed\n\n## Fast\n\n12 us\n\n## Slow\n\n99 us\n")
+    (folder / "size.md").write_text("7 MiB\n")
+    toml = project.root / "patches/pull_requests.toml"
+    named = toml.read_text().replace(
+        'details = "How."', 'details = "How."\nresults = ["speed.md#Fast"]', 1
+    )
+    toml.write_text(named)
+    run(project)
+    first, second = (
+        (project.out / name).read_text() for name in ("1-layer.md", "2-fast.md")
+    )
+    assert "<summary>Fast</summary>\n\n12 us" in first
+    assert "99 us" not in first and "7 MiB" not in first
+    assert "99 us" in second and "7 MiB" in second
+
+
+@pytest.mark.parametrize("name", ["no.md", "speed.md#No"])
+def test_results_that_do_not_exist(project, name):
+    folder = project.root / "docs/measurements"
+    folder.mkdir(parents=True)
+    (folder / "speed.md").write_text("## Fast\n\n12 us\n")
+    toml = project.root / "patches/pull_requests.toml"
+    toml.write_text(toml.read_text() + f'results = ["{name}"]\n')
+    with pytest.raises(PatchSetError, match="a page of results"):
+        run(project)
+    assert not project.out.exists()
+
+
 def test_a_file_that_belongs_to_no_concern(project):
     split(project, ("layer", '"layer-*"', '"vllm/slow.py"'))
     with pytest.raises(PatchSetError) as caught:

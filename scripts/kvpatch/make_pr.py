@@ -45,6 +45,7 @@ class Concern:
     overview: str
     claims: list[str]
     details: str
+    results: list[str] | None = None  # pages, or page#heading; None: all pages
     own_patches: list[Patch] = field(default_factory=list)
     own_files: list[str] = field(default_factory=list)
 
@@ -197,6 +198,41 @@ def fill_template(template: str, sections: dict[str, str]) -> str:
     return template
 
 
+def measured(ps: PatchSet, concern: Concern) -> list[tuple[str, str]]:
+    """Return title and text of each measurement that a pull request shows.
+
+    Raises:
+        PatchSetError: There is no such page, or it has no such heading.
+
+    """
+    folder = ps.root / "docs" / "measurements"
+    names = concern.results
+    if names is None:
+        names = sorted(page.name for page in folder.glob("*.md"))
+    found = []
+    for name in names:
+        page, _, heading = name.partition("#")
+        try:
+            text = (folder / page).read_text()
+        except OSError as error:
+            raise PatchSetError(
+                "a page of results can't be read", got=f"{concern.name}: {error}"
+            ) from error
+        if heading:
+            sections = dict(
+                part.partition("\n")[::2] for part in ("\n" + text).split("\n## ")[1:]
+            )
+            if heading not in sections:
+                raise PatchSetError(
+                    "a page of results has no such heading",
+                    got=f"{concern.name}: {name}",
+                    allowed=", ".join(sections),
+                )
+            text = sections[heading]
+        found.append((heading or (folder / page).stem, text.strip()))
+    return found
+
+
 def describe(
     ps: PatchSet, concern: Concern, tree: Path, hooks: list[tuple[str, bool, str]]
 ) -> str:
@@ -205,10 +241,9 @@ def describe(
     tests = [p for p in concern.paths if Path(p).name.startswith("test_")]
     tests += [p.trailers["Test"] for p in concern.own_patches if p.trailers.get("Test")]
     plan = "\n".join(f"pytest {t}" for t in sorted(set(tests))) or "(no tests)"
-    measured = sorted((ps.root / "docs" / "measurements").glob("*.md"))
     results = "\n\n".join(
-        f"<details><summary>{m.stem}</summary>\n\n{m.read_text().strip()}\n\n</details>"
-        for m in measured
+        f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+        for title, text in measured(ps, concern)
     )
     passed = ", ".join(name for name, good, _ in hooks if good)
     failed = ", ".join(name for name, good, _ in hooks if not good)

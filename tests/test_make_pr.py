@@ -126,7 +126,9 @@ def test_measurements_are_in_the_description(project):
 def test_a_description_shows_the_results_that_it_names(project):
     folder = project.root / "docs/measurements"
     folder.mkdir(parents=True)
-    (folder / "speed.md").write_text("# Speed\n\n## Fast\n\n12 us\n\n## Slow\n\n99 us\n")
+    (folder / "speed.md").write_text(
+        "# Speed\n\n## Fast\n\n12 us\n\n## Slow\n\n99 us\n"
+    )
     (folder / "size.md").write_text("7 MiB\n")
     toml = project.root / "patches/pull_requests.toml"
     named = toml.read_text().replace(

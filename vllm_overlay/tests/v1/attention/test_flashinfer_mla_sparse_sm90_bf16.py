@@ -103,13 +103,7 @@ def test_scores_that_rise_and_fall_along_the_row(splits):
 
 @pytest.mark.parametrize("splits", [1, 7])
 def test_permuted_rows_give_permuted_bits(splits):
-    case = Case([150, 0, 1, 64, 65, 149], 150, 12, ROPE)
-    order = [3, 1, 5, 0, 4, 2]
-    out, lse = case.run(splits=splits)
-    again, again_lse = case.run(rows=order, splits=splits)
-    bits, again_bits = out[order].view(torch.int16), again.view(torch.int16)
-    assert torch.equal(again_bits, bits)
-    assert torch.equal(again_lse.view(torch.int32), lse[order].view(torch.int32))
+    fp8.check_permuted_rows(Case, splits)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -185,24 +179,4 @@ def test_slots_past_four_gib():
 @pytest.mark.skipif(not fp8.ON_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("splits", [1, 4])
 def test_graph_replays_with_other_lengths_and_slots(splits):
-    width = 300
-    case = Case([width, 5, 64], width, 8, ROPE)
-    decoder = module.SparseBf16Decode(3, 8, ROPE, width, DEVICE, splits=splits)
-    decoder.warm_up()
-    out = torch.empty(3, 8, LATENT, dtype=torch.bfloat16, device=DEVICE)
-    lse = torch.empty(3, 8, device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decoder.decode(
-            case.q_nope, case.q_pe, case.cache, case.slots, case.lens, case.scale,
-            1.0, out, lse,
-        )  # fmt: skip
-    for lens in ([width, 5, 64], [0, width, 1], [65, 0, 0]):
-        other = Case(lens, width, 8, ROPE, seed=sum(lens))
-        case.lens.copy_(other.lens)
-        case.slots.copy_(other.slots)
-        out.fill_(torch.nan)
-        graph.replay()
-        eager, eager_lse = case.run(splits=splits)
-        assert torch.equal(out, eager) and torch.equal(lse, eager_lse)
-        case.check(splits=splits)
+    fp8.check_graph_replays(Case, splits)

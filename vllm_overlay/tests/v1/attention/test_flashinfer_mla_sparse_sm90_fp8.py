@@ -444,15 +444,20 @@ def test_scores_that_rise_and_fall_along_the_row():
     case.check(splits=2)
 
 
-@pytest.mark.parametrize("splits", [1, 7])
-def test_permuted_rows_give_permuted_bits(splits):
-    case = Case([150, 0, 1, 64, 65, 149], 150, 12, ROPE)
+def check_permuted_rows(case_class, splits):
+    """A row's bits don't depend on its place in the batch."""
+    case = case_class([150, 0, 1, 64, 65, 149], 150, 12, ROPE)
     order = [3, 1, 5, 0, 4, 2]
     out, lse = case.run(splits=splits)
     again, again_lse = case.run(rows=order, splits=splits)
     bits, again_bits = out[order].view(torch.int16), again.view(torch.int16)
     assert torch.equal(again_bits, bits)
     assert torch.equal(again_lse.view(torch.int32), lse[order].view(torch.int32))
+
+
+@pytest.mark.parametrize("splits", [1, 7])
+def test_permuted_rows_give_permuted_bits(splits):
+    check_permuted_rows(Case, splits)
 
 
 def test_same_row_alone_and_in_a_larger_batch():
@@ -545,12 +550,11 @@ def test_slots_past_four_gib():
     case.check(splits=2)
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("splits", [1, 4])
-def test_graph_replays_with_other_lengths_and_slots(splits):
+def check_graph_replays(case_class, splits):
+    """A captured decode follows lengths and slots."""
     width = 300
-    case = Case([width, 5, 64], width, 8, ROPE)
-    decoder = module.SparseFp8Decode(3, 8, ROPE, width, DEVICE, splits=splits)
+    case = case_class([width, 5, 64], width, 8, ROPE)
+    decoder = case.decode_class(3, 8, ROPE, width, DEVICE, splits=splits)
     decoder.warm_up()
     out = torch.empty(3, 8, LATENT, dtype=torch.bfloat16, device=DEVICE)
     lse = torch.empty(3, 8, device=DEVICE)
@@ -561,7 +565,7 @@ def test_graph_replays_with_other_lengths_and_slots(splits):
             case.k_scale, out, lse,
         )  # fmt: skip
     for lens in ([width, 5, 64], [0, width, 1], [65, 0, 0]):
-        other = Case(lens, width, 8, ROPE, seed=sum(lens))
+        other = case_class(lens, width, 8, ROPE, seed=sum(lens))
         case.lens.copy_(other.lens)
         case.slots.copy_(other.slots)
         out.fill_(math.nan)
@@ -569,3 +573,9 @@ def test_graph_replays_with_other_lengths_and_slots(splits):
         eager, eager_lse = case.run(splits=splits)
         assert torch.equal(out, eager) and torch.equal(lse, eager_lse)
         case.check(splits=splits)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("splits", [1, 4])
+def test_graph_replays_with_other_lengths_and_slots(splits):
+    check_graph_replays(Case, splits)

@@ -25,6 +25,9 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90_decode import (
     jit,
     launch_control,
     next_slots,
+    norm_and_lse,
+    share_of_row,
+    weigh,
 )
 
 _LATENT = gl.constexpr(512)
@@ -116,15 +119,9 @@ def _decode_kernel(
     if SPLIT:
         # The merge may get ready; it waits for this grid's end before it reads.
         launch_control(LAUNCH_DEPENDENTS_ASM)
-    blocks = (heads + HB - 1) // HB
-    row = gl.program_id(0) // blocks
-    head0 = gl.program_id(0) % blocks * HB
-    split = gl.program_id(1)
-    row64 = row.to(gl.int64)
-    length = gl.minimum(gl.load(lens + row), width)
-    tiles = (length + BN - 1) // BN
-    first = tiles * split // splits
-    end = tiles * (split + 1) // splits
+    row64, head0, split, length, first, end = share_of_row(
+        lens, width, heads, splits, HB, BN
+    )
 
     top = gl.full([HB], float("-inf"), gl.float32, by_head)
     total = gl.full([BN, HB], 0.0, gl.float32, mma)
@@ -183,10 +180,7 @@ def _decode_kernel(
             s = gl.where(
                 (token < length)[:, None], (s + s_other) * scale_log2, float("-inf")
             )
-            new_top = gl.maximum(top, gl.max(s, axis=0))
-            shrink = gl.exp2(top - new_top)
-            top = new_top
-            weight = gl.exp2(s - top[None, :])
+            weight, top, shrink = weigh(s, top)
             probs.store(weight.to(gl.bfloat16))
             # The sum over tokens waits until the end.
             total = total * shrink[None, :] + weight
@@ -206,10 +200,8 @@ def _decode_kernel(
                 gl.nvidia.ampere.async_copy.commit_group()
                 slot, slot_pe = next_slots(slots, (tile + 2) * BN, n, n_pe, last)
 
-    mass = gl.sum(total, axis=0)
-    empty = mass == 0
-    row_lse = gl.where(empty, float("-inf"), top + gl.log2(mass))
-    acc = acc * gl.where(empty, 0.0, k_scale / mass)[None, :]
+    norm, row_lse = norm_and_lse(total, top, k_scale)
+    acc = acc * norm[None, :]
     head = head0 + gl.arange(0, HB, by_head)
     value = gl.arange(0, _LATENT, by_row)
     live = head < heads

@@ -68,6 +68,38 @@ def next_slots(slots, base, n, n_pe, last):
     return slot, gl.load(slots + gl.minimum(base + n_pe, last))
 
 
+@jit
+def share_of_row(lens, width, heads, splits, HB: gl.constexpr, BN: gl.constexpr):
+    """What this block does: row, first head, split, KV length, tiles [first, end)."""
+    blocks = (heads + HB - 1) // HB
+    row = gl.program_id(0) // blocks
+    head0 = gl.program_id(0) % blocks * HB
+    split = gl.program_id(1)
+    row64 = row.to(gl.int64)
+    length = gl.minimum(gl.load(lens + row), width)
+    tiles = (length + BN - 1) // BN
+    first = tiles * split // splits
+    end = tiles * (split + 1) // splits
+    return row64, head0, split, length, first, end
+
+
+@jit
+def weigh(s, top):
+    """Weights of scores ``s``, the new running maximum, and what shrinks old sums."""
+    new_top = gl.maximum(top, gl.max(s, axis=0))
+    shrink = gl.exp2(top - new_top)
+    return gl.exp2(s - new_top[None, :]), new_top, shrink
+
+
+@jit
+def norm_and_lse(total, top, k_scale):
+    """Factor of the sums, and LSE; 0 and -inf for heads that saw no slot."""
+    mass = gl.sum(total, axis=0)
+    empty = mass == 0
+    lse = gl.where(empty, float("-inf"), top + gl.log2(mass))
+    return gl.where(empty, 0.0, k_scale / mass), lse
+
+
 # All but the cache, whose 16-byte alignment the copies need, and our own scratch: one
 # binary serves every stride and address, so nothing compiles after the warm-up.
 NEVER_SPECIALIZE = [

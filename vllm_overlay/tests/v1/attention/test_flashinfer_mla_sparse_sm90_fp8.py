@@ -278,19 +278,17 @@ class Launch:
 
 def emulate(monkeypatch, emulator, *modules):
     """Run the kernels of these modules, and what they share, under the emulator."""
-    helpers = ["_unpack", "launch_control", "_stage_query", "gather", "_copy_tile"]
-    helpers += ["next_slots", "_scores"]
     constants = ["LATENT_PAIRS", "_UNPACK_ASM", "LAUNCH_DEPENDENTS_ASM", "_WAIT_ASM"]
     constants += ["_LATENT"]
     for place in (shared, *modules):
         monkeypatch.setattr(place, "gl", emulator)
         for name, value in list(vars(place).items()):
-            if name in helpers:
-                monkeypatch.setattr(place, name, getattr(value, "fn", value))
+            if name in ("_decode_kernel", "_merge_kernel"):
+                monkeypatch.setattr(place, name, Launch(value, emulator))
             elif name in constants:
                 monkeypatch.setattr(place, name, getattr(value, "value", value))
-            elif name in ("_decode_kernel", "_merge_kernel"):
-                monkeypatch.setattr(place, name, Launch(value, emulator))
+            elif hasattr(value, "fn"):  # a helper that Triton has wrapped
+                monkeypatch.setattr(place, name, value.fn)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,9 @@ own file of that name (stock), and by FLASH_ATTN_MLA_SPARSE (fa3). Every run is 
 engine in its own process with the same weights. All generate for the same prompts, once
 with a fixed token trace forced on them and once greedily; then decode steps are timed
 at 1, 8 and 64 requests, with CUDA graphs, one engine at a time while the others wait.
+A host's speed changes from second to second, and steps of models so small follow it, so
+the judged cases are timed in several rounds, in which all engines take turns, and the
+round with the least median counts.
 
     python scripts/sparse_check.py --out DIR --stock FILE [--only RUN,...] [--gpus 0,1]
 
@@ -21,12 +24,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,10 @@ import engine_jobs  # noqa: E402
 import engine_work  # noqa: E402
 import sparse_models  # noqa: E402
 import sparse_report  # noqa: E402
+import sparse_turns  # noqa: E402
 from engine_jobs import (  # noqa: E402
     begin,
-    child_command,
     compile_bytecode,
-    environment,
-    error_lines,
     say,
 )
 
@@ -214,10 +213,43 @@ def time_case(llm: Any, recorder: Any, case: dict[str, Any], profile: bool) -> d
     return summary
 
 
-def run_child(name: str, args: argparse.Namespace) -> None:
-    """Start one engine, check tokens, wait for the turn, time; write DIR/<name>.json.
+def time_turn(
+    llm: Any,
+    recorder: Any,
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    *,
+    first: bool,
+    save: Callable[[], None],
+) -> None:
+    """Time the cases of a turn: all in the first one, the judged ones in the others.
 
-    What is known is written after every part, so that an end by force loses little.
+    Of a case that was timed before, the turn with the smaller median is kept, and
+    `rounds_us` has the medians of all.
+    """
+    names = [name for name in args.cases.split(";") if name]
+    if first:
+        time_case(llm, recorder, dict(requests=1, context=256), profile=False)
+    else:
+        names = [name for name in names if name in sparse_report.JUDGED]
+    kept = result.setdefault("cases", {})
+    for case in names:
+        profile = first and not args.no_profile
+        try:
+            times = time_case(llm, recorder, CASES[case], profile)
+        except Exception as error:
+            times = dict(error=repr(error))
+        kept[case] = sparse_report.better_turn(kept.get(case), times)
+        save()
+        say(f"{result['run']}: {case}: {json.dumps(times)[:300]}")
+
+
+def run_child(name: str, args: argparse.Namespace) -> None:
+    """Start one engine, check tokens, time at every turn; write DIR/<name>.json.
+
+    A line on the standard input is a turn, its end is the end. What is known is written
+    after every part, so that an end by force loses little; DIR/<name>.turns counts the
+    turns that are over.
     """
     began = time.time()
     out = Path(args.out)
@@ -251,90 +283,13 @@ def run_child(name: str, args: argparse.Namespace) -> None:
     save()
     say(f"{name}: tokens done, waiting for the turn")
     (out / f"{name}.up").write_text("")
-    if not sys.stdin.readline():
-        return
-    if RUNS[name].get("timed", True) and args.cases:
-        time_case(llm, recorder, dict(requests=1, context=256), profile=False)
-        result["cases"] = {}
-        for case in args.cases.split(";"):
-            try:
-                times = time_case(llm, recorder, CASES[case], not args.no_profile)
-            except Exception as error:
-                times = dict(error=repr(error))
-            result["cases"][case] = times
-            save()
-            say(f"{name}: {case}: {json.dumps(times)[:300]}")
+    turns = 0
+    while sys.stdin.readline():
+        if RUNS[name].get("timed", True):
+            time_turn(llm, recorder, args, result, first=turns == 0, save=save)
+        turns += 1
+        (out / f"{name}.turns").write_text(str(turns))
     say(f"{name}: done")
-
-
-class Run:
-    """A child process: starting, then waiting for its turn, then timed, then ended."""
-
-    def __init__(self, name: str, gpu: str, out: Path) -> None:
-        self.name, self.out = name, out
-        self.begin = time.time()
-        self.state = "starting"
-        (out / f"{name}.up").unlink(missing_ok=True)
-        env = environment(CUDA_VISIBLE_DEVICES=gpu)
-        env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        log = (out / f"{name}.log").open("w")
-        self.process = subprocess.Popen(
-            child_command(__file__, name),
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-        log.close()
-        say(f"{name}: starting on GPU {gpu}")
-
-    def look(self) -> str:
-        """Return the state, after a look at the process."""
-        if self.state != "ended" and (code := self.process.poll()) is not None:
-            self.state = "ended"
-            took = time.time() - self.begin
-            say(f"{self.name}: ended with {code} after {took:.0f} s")
-            if code:
-                log = (self.out / f"{self.name}.log").read_text(errors="replace")
-                print("\n".join("    " + line[:300] for line in error_lines(log)))
-        elif self.state == "starting" and (self.out / f"{self.name}.up").exists():
-            self.state = "waiting"
-            say(f"{self.name}: up after {time.time() - self.begin:.0f} s")
-        return self.state
-
-    def go(self) -> None:
-        """Let it time its steps."""
-        self.state = "timed"
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(b"go\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
-
-    def kill(self, why: str) -> None:
-        """End it, with everything that it started."""
-        if self.process.poll() is None:
-            say(f"{self.name}: stopped: {why}")
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.state = "ended"
-
-    def gone(self, limit: float) -> None:
-        """Wait until it has left the GPU, but no longer than `limit` (time.time())."""
-        try:
-            self.process.wait(max(limit - time.time(), 0.1))
-        except subprocess.TimeoutExpired:
-            say(f"{self.name}: is still there after SIGKILL")
-
-
-def start_patience(runs: int, start_limit: float, end: float) -> float:
-    """Return how long (s) the engines of a wave may start, of what is left.
-
-    The timing of each takes TURN_SECONDS and more, so it keeps that much.
-    """
-    left = end - time.time()
-    return min(start_limit, max(left - TURN_SECONDS * runs, left / 2))
 
 
 def run_wave(names: list[str], args: argparse.Namespace, end: float) -> None:
@@ -346,9 +301,15 @@ def run_wave(names: list[str], args: argparse.Namespace, end: float) -> None:
     gpus = args.gpus.split(",")
     out = Path(args.out)
     hold = Path(args.hold) if args.hold else None
-    runs = [Run(n, gpus[i % len(gpus)], out) for i, n in enumerate(names)]
+    runs = [
+        sparse_turns.Run(n, gpus[i % len(gpus)], out, __file__)
+        for i, n in enumerate(names)
+    ]
     try:
-        patience = time.time() + start_patience(len(runs), args.start_limit, end)
+        shortest = TURN_SECONDS * len(runs)
+        patience = time.time() + sparse_turns.start_patience(
+            shortest, args.start_limit, end
+        )
         while time.time() < patience:
             starting = any([r.look() == "starting" for r in runs])
             if not starting and (hold is None or hold.exists()):
@@ -360,19 +321,11 @@ def run_wave(names: list[str], args: argparse.Namespace, end: float) -> None:
             if run.look() == "starting":
                 run.kill(f"not up after {time.time() - run.begin:.0f} s")
         waiting = [run for run in runs if run.look() == "waiting"]
-        for place, run in enumerate(waiting):
-            if run.look() != "waiting":
-                continue
-            run.go()
-            part = (end - time.time()) / (len(waiting) - place)
-            limit = time.time() + min(args.time_limit, part)
-            while run.look() == "timed" and time.time() < limit:
-                time.sleep(0.05)
-            run.kill("the time for its steps is over")
-            run.gone(time.time() + 3)
+        sparse_turns.take_turns(waiting, args.rounds, args.time_limit, end)
+        sparse_turns.let_go(waiting, min(end, time.time() + 10))
     finally:
         for run in runs:
-            run.kill("the budget is used up")
+            run.kill("its time is over")
         limit = time.time() + 5
         for run in runs:
             run.gone(limit)
@@ -394,7 +347,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", type=float, default=560, help="seconds in all")
     made.add_argument("--hold", help="a file without which no run is timed yet")
     made.add_argument("--start-limit", type=float, default=300, help="seconds a start")
-    made.add_argument("--time-limit", type=float, default=90, help="seconds of timing")
+    made.add_argument("--time-limit", type=float, default=90, help="seconds of a turn")
+    made.add_argument("--rounds", type=int, default=5, help="turns of every engine")
     made.add_argument(
         "--layers", type=int, default=sparse_models.LAYERS, help="of the models"
     )

@@ -29,6 +29,26 @@ PAIRS = (
 )
 
 
+def better_turn(before: dict[str, Any] | None, times: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of the turn with the smaller median, with all turns' medians.
+
+    Args:
+        before: What was kept of the turns before, or None.
+        times: The last turn's times; an error if it has no `step_us`.
+
+    """
+    median = times.get("step_us", {}).get("median")
+    if before is None:
+        return dict(times, rounds_us=[median])
+    kept = before
+    least = before.get("step_us", {}).get("median")
+    if median is not None and (least is None or median < least):
+        # A later turn has no profile: keep the first one's.
+        profile = {k: before[k] for k in ("busy_us", "kernels") if k in before}
+        kept = dict(profile, **times)
+    return dict(kept, rounds_us=[*before["rounds_us"], median])
+
+
 def load(out: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """Return the results that exist, by run."""
     return {

@@ -11,7 +11,8 @@ decode, vLLM for the bf16 decodes. What can't run is named with its reason.
 
 What is timed: CUDA-graph replays of one step, which is one plan and ``LAYERS`` layers
 (decode and combine), divided by the layers. The contenders take turns, replay by
-replay, because a card that is limited by its power slows down over a run. Layers walk
+replay, because a card that is limited by its power slows down over a run; so do a
+skewed batch and the equal requests that it is compared with. Layers walk
 different copies of a small KV, so that the L2 cache does not hold it. The bf16 decodes
 get fewer layers a graph and no plan in it. ``floor`` is the larger of the time to read
 the FP8 KV at the measured read rate and the time of the products at the measured FP8
@@ -23,9 +24,10 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import kimi_k3_mla_cases as cases
 import torch
@@ -40,6 +42,8 @@ from kimi_k3_mla_peers import (
     flashmla_missing,
     load_flashmla,
 )
+
+Key = TypeVar("Key", bound=Hashable)
 
 LAYERS = 24
 """MLA layers of Kimi K3: they share one plan."""
@@ -143,10 +147,10 @@ def repeated(launch: Callable[[], object], times: int) -> Callable[[], None]:
 
 
 def alternate(
-    graphs: dict[str, Graph], calls: dict[str, int], reps: int
-) -> dict[str, Timing]:
+    graphs: Mapping[Key, Graph], calls: Mapping[Key, int], reps: int
+) -> dict[Key, Timing]:
     """Replay the graphs in turn; time of one of the calls in each."""
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    samples: dict[Key, list[float]] = {name: [] for name in graphs}
     for _ in range(reps):
         for name, graph in graphs.items():
             samples[name].append(1000 * event_ms(graph.replay) / calls[name])
@@ -216,24 +220,49 @@ def build(batch: Batch, names: list[str], row: Row):
     return graphs, calls, outs
 
 
-def run_shape(
-    shape: Shape, names: list[str], ceilings: Ceilings, reps: int, accuracy: bool = True
-) -> Row:
-    """Time a shape with every contender, and look at two requests' accuracy."""
-    floor = shape.floor_us(ceilings.bytes_per_s, ceilings.flops_per_s)
-    row = Row(shape.name, shape.rows, shape.tokens, floor)
-    batch = cases.make_batch(shape)
-    graphs, calls, outs = build(batch, names, row)
+def run_shapes(
+    shapes: list[Shape],
+    names: list[str],
+    ceilings: Ceilings,
+    reps: int,
+    accuracy: bool = True,
+) -> list[Row]:
+    """Time shapes, in turn, with every contender; look at two requests' accuracy."""
+    rows, built = [], []
+    graphs: dict[tuple[str, str], Graph] = {}
+    calls: dict[tuple[str, str], int] = {}
+    for shape in shapes:
+        floor = shape.floor_us(ceilings.bytes_per_s, ceilings.flops_per_s)
+        row = Row(shape.name, shape.rows, shape.tokens, floor)
+        batch = cases.make_batch(shape)
+        own, own_calls, outs = build(batch, names, row)
+        graphs |= {(shape.name, name): graph for name, graph in own.items()}
+        calls |= {(shape.name, name): count for name, count in own_calls.items()}
+        rows.append(row)
+        built.append((batch, outs))
     alternate(graphs, calls, 1)
-    row.times = alternate(graphs, calls, reps)
-    if accuracy:
-        picked = sorted({0, len(shape.lens) - 1})
-        found = cases.compare(batch, list(outs.values()), picked)
-        for name, pair in zip(outs, found):
-            row.error[name], row.gain[name] = pair
-    del graphs, outs, batch
+    times = alternate(graphs, calls, reps)
+    for row, (batch, outs) in zip(rows, built):
+        row.times = {name: times[row.name, name] for name in outs}
+        if accuracy:
+            picked = sorted({0, len(batch.shape.lens) - 1})
+            found = cases.compare(batch, list(outs.values()), picked)
+            for name, pair in zip(outs, found):
+                row.error[name], row.gain[name] = pair
+    del graphs, built, batch, outs, own
     torch.accelerator.empty_cache()
-    return row
+    return rows
+
+
+def in_turns(shapes: list[Shape]) -> list[list[Shape]]:
+    """Shapes that take turns: one alone, or a skewed batch with its equal requests."""
+    groups: list[list[Shape]] = []
+    for shape in shapes:
+        if groups and groups[-1][0].equal == shape.name:
+            groups[-1].append(shape)
+        else:
+            groups.append([shape])
+    return groups
 
 
 def plan_rows(reps: int) -> list[tuple[int, Timing, Timing | None]]:
@@ -405,7 +434,9 @@ def sweeps(names: list[str], ceilings: Ceilings, reps: int) -> dict[str, list[Ro
     names = [name for name in names if name in (OURS, FLASHMLA)]
     result = {}
     for label, shapes in (("length", cases.LENGTH_SWEEP), ("rows", cases.ROW_SWEEP)):
-        result[label] = [run_shape(s, names, ceilings, reps, False) for s in shapes]
+        result[label] = [
+            run_shapes([shape], names, ceilings, reps, False)[0] for shape in shapes
+        ]
         print(f"\n{table(result[label], shapes)}", flush=True)
     start, slope, miss = linear_fit(result["length"])
     print(f"\n12x8, one request: {start:.1f} us + {slope:.3f} us per 1k tokens, "
@@ -462,11 +493,11 @@ def main() -> None:
           f"{ceilings.flops_per_s / 1e12:.0f} TFLOP/s; {args.reps} replays of a graph "
           f"of {LAYERS} layers", flush=True)  # fmt: skip
     rows = []
-    for shape in shapes:
-        row = run_shape(shape, names, ceilings, args.reps)
-        rows.append(row)
-        print(f"{time.time() - began:6.1f} s  {row.name}: {row.times[OURS]} us, "
-              f"{FLASHMLA} {row.times.get(FLASHMLA, '-')}", flush=True)  # fmt: skip
+    for group in in_turns(shapes):
+        for row in run_shapes(group, names, ceilings, args.reps):
+            rows.append(row)
+            print(f"{time.time() - began:6.1f} s  {row.name}: {row.times[OURS]} us, "
+                  f"{FLASHMLA} {row.times.get(FLASHMLA, '-')}", flush=True)  # fmt: skip
     print(f"\n{table(rows, shapes)}\n")
     others = [name for name in names if name not in (OURS, FLASHMLA)]
     print(other_table(rows, others))

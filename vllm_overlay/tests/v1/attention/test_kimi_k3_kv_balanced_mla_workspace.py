@@ -20,7 +20,7 @@ from vllm.v1.worker import ubatching, workspace
 pytestmark = pytest.mark.skip_global_cleanup
 
 CLUSTERS = 66
-SLOT_BYTES = (512 + 1) * 4  # one row of a partial: output and LSE in fp32
+SLOT_BYTES = 512 * 2 + 4  # one row of a partial: output in fp16, LSE in fp32
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,11 @@ TILE_TOKENS = 64
 UNIT_TOKENS = 128
 """KV tokens between two promotions of the FP8 accumulator to fp32."""
 UNIT_TILES = UNIT_TOKENS // TILE_TOKENS
+PARTIAL_BYTES = 2
+"""Bytes of one value of a partial output: fp16, normalised, times PARTIAL_SCALE."""
+PARTIAL_SCALE = 128.0
+"""448, the largest e4m3 value, becomes 57344 of fp16's 65504; outputs down to 2 ** -21
+keep fp16's 11 bits."""
 
 WARPGROUP_THREADS = 128
 NUM_WARPGROUPS = 4

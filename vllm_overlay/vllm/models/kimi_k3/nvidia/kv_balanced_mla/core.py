@@ -16,6 +16,7 @@ from . import plan
 from .config import (
     HEAD_DIM,
     LATENT,
+    PARTIAL_BYTES,
     TILE_TOKENS,
     DecodeGeometry,
     DecodeTile,
@@ -115,7 +116,7 @@ def work_list_len(heads: int, qlen: int, max_requests: int, clusters: int) -> in
 
 def _partial_sizes(geometry: DecodeGeometry, groups: int) -> tuple[int, int]:
     rows = plan.partial_slots(groups) * geometry.rows
-    return rows * LATENT * 4, -(-rows * 4 // 128) * 128
+    return rows * LATENT * PARTIAL_BYTES, -(-rows * 4 // 128) * 128
 
 
 def workspace_bytes(
@@ -123,9 +124,9 @@ def workspace_bytes(
 ) -> int:
     """Bytes of split-KV scratch in the worst case.
 
-    Two partial slots a worker group, ``rows x (512 + 1)`` fp32 each: bounded by the
-    device, not by the batch or its lengths (groups x row chunks never exceeds the
-    workers).
+    Two partial slots a worker group, ``rows x 512`` fp16 and ``rows`` fp32 each:
+    bounded by the device, not by the batch or its lengths (groups x row chunks never
+    exceeds the workers).
 
     Args:
         heads: Query heads of one token.
@@ -172,7 +173,7 @@ def compile_decode(tile: DecodeTile, causal: bool, device_index: int = 0):
         pointer(Int32, 4),
         pointer(Int32, 4),
         pointer(Int32, 8),
-        pointer(Float32, 16),
+        pointer(Uint32, 16),
         pointer(Float32, 4),
         pointer(Uint32, 16),
         pointer(Float32, 4),

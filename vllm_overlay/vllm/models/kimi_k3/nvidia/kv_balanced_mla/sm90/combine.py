@@ -7,12 +7,16 @@ For the partials i of one row, in KV order (LSE in log2)::
     w_i = exp2(lse_i - max)     out = sum(w_i O_i) / sum(w_i) * output_scale
                                 lse = log2(sum(w_i)) + max
 
-An empty partial has LSE -inf and O = 0; if all are empty, out is 0 and the LSE -inf.
+The partials are fp16, times ``PARTIAL_SCALE``: their rounding, 2 ** -12 at most, is
+small beside that of the result to bf16. An empty partial has LSE -inf and O = 0; if all
+are empty, out is 0 and the LSE -inf.
 Rows of requests that the plan did not split are not touched: the decode kernel has
 written them.
 
 The grid is constant. Each block reads the plan's split list and loops over units of
-work; without splits it leaves at once. A unit is, by the request's number of partials:
+work. Launched programmatically it reads the plan before it waits for the decode: that
+kernel lets it start only when all before are done, and so the planner. It lets the next
+kernel get ready in the same way. A unit is, by the request's number of partials:
 
 - up to ``FEW_PARTIALS``: 4 rows; each of the 8 warps owns 256 columns of a row.
 - more: 128 columns of one row; the 8 warps share the partials (warp w takes w, w + 8,
@@ -31,7 +35,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from .. import plan
-from ..config import LATENT
+from ..config import LATENT, PARTIAL_BYTES, PARTIAL_SCALE
 from .launcher import Launcher
 from .ptx import exp2_approx, fma, pack_bf16x2
 from .warp import inclusive_scan
@@ -53,30 +57,17 @@ FEW_BATCH = 4
 MANY_BATCH = 8
 ROWS_PER_FEW_UNIT = WARPS * FEW_BANDS * BAND // LATENT
 UNITS_PER_ROW = LATENT // BAND
-PARTIAL_TYPES = {"float32": 4, "bfloat16": 2}
-"""Types of the partial outputs and their bytes."""
 
 assert plan.MAX_GROUPS <= THREADS  # one thread reads one entry of the split list
 
 
 @cute.jit
-def load_vector(address: Int64, valid: Int32, partial_bytes: cutlass.Constexpr):
+def load_vector(address: Int64, valid: Int32):
     """Four consecutive partial outputs as fp32, zeros when ``valid`` is 0.
 
     Predicated rather than branched, so that the loads of a batch stay together. They
     are read once and not kept in L1.
     """
-    if const_expr(partial_bytes == 4):
-        a, b, c, d = cute.arch.inline_ptx(
-            "{ .reg .pred take; setp.ne.s32 take, {$r1}, 0; "
-            "mov.f32 {$w0}, 0f00000000; mov.f32 {$w1}, 0f00000000; "
-            "mov.f32 {$w2}, 0f00000000; mov.f32 {$w3}, 0f00000000; "
-            "@take ld.global.L1::no_allocate.v4.f32 "
-            "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
-            write_only_types=[Float32] * 4,
-            read_only_args=[address, valid],
-        )
-        return a, b, c, d
     low, high = cute.arch.inline_ptx(
         "{ .reg .pred take; setp.ne.s32 take, {$r1}, 0; "
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
@@ -84,13 +75,14 @@ def load_vector(address: Int64, valid: Int32, partial_bytes: cutlass.Constexpr):
         write_only_types=[Uint32] * 2,
         read_only_args=[address, valid],
     )
-    words = cute.make_rmem_tensor((4,), Uint32)
-    values = cute.recast_tensor(words, Float32)
-    words[0] = low << Uint32(16)
-    words[1] = low & Uint32(0xFFFF0000)
-    words[2] = high << Uint32(16)
-    words[3] = high & Uint32(0xFFFF0000)
-    return values[0], values[1], values[2], values[3]
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 h0, h1, h2, h3; "
+        "mov.b32 {h0, h1}, {$r0}; mov.b32 {h2, h3}, {$r1}; "
+        "cvt.f32.f16 {$w0}, h0; cvt.f32.f16 {$w1}, h1; "
+        "cvt.f32.f16 {$w2}, h2; cvt.f32.f16 {$w3}, h3; }",
+        write_only_types=[Float32] * 4,
+        read_only_args=[low, high],
+    )
 
 
 @cute.jit
@@ -124,23 +116,16 @@ def finite(reference: Float32):
 class CombineKernel:
     """Combine on a grid of ``blocks``; rows and worker groups are run-time values."""
 
-    def __init__(
-        self, blocks: int, use_pdl: bool = False, partial_type: str = "float32"
-    ):
-        if partial_type not in PARTIAL_TYPES:
-            raise ValueError(
-                f"partial_type is {partial_type!r}; allowed are {list(PARTIAL_TYPES)}."
-            )
+    def __init__(self, blocks: int, use_pdl: bool = False):
         if blocks < 1:
             raise ValueError(f"blocks is {blocks}; the grid needs at least 1.")
         self.blocks = blocks
         self.use_pdl = use_pdl
-        self.partial_bytes = PARTIAL_TYPES[partial_type]
 
     @cute.jit
     def __call__(
         self,
-        partials: cute.Pointer,  # fp32 or bf16 [2 groups, rows, 512], normalised
+        partials: cute.Pointer,  # fp16 [2 groups, rows, 512], normalised, scaled
         partial_lse: cute.Pointer,  # fp32 [2 groups, rows], log2
         counts: cute.Pointer,  # int32 [4]
         work: cute.Pointer,  # int32 [plan.work_len(groups)]
@@ -206,7 +191,7 @@ class CombineKernel:
         sCount = storage.count.get_tensor(per_split)
         mCounts = cute.make_tensor(counts, cute.make_layout(plan.COUNTS_LEN))
         if const_expr(self.use_pdl):
-            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         splits = mCounts[0]
         if splits > 0:
@@ -217,6 +202,7 @@ class CombineKernel:
                 storage, mSplit, sUnit, sRequest, sFirst, sCount, splits, rows, tid,
                 lane, warp,
             )  # fmt: skip
+            self.wait_for_decode()
             unit = block
             # The last entry is the total: fewer requests are split than threads.
             while unit < sUnit[THREADS - 1]:
@@ -236,6 +222,15 @@ class CombineKernel:
                         storage, mPart, mPartLse, outputs, split, inner, warp, lane
                     )
                 unit = unit + self.blocks
+        else:
+            # Not before the decode either: this kernel's end stands for both.
+            self.wait_for_decode()
+
+    @cute.jit
+    def wait_for_decode(self):
+        """With programmatic launch: wait until the decode has written everything."""
+        if const_expr(self.use_pdl):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def read_splits(
@@ -289,7 +284,7 @@ class CombineKernel:
         # Lines of partials fit 32 bits: 2 x groups x rows is bounded by the device.
         line = 2 * first * rows + row
         stride = 2 * rows  # lines from one group's slots to the next group's
-        outputs = mPart.toint() + self.partial_bytes * column
+        outputs = mPart.toint() + PARTIAL_BYTES * column
         lses = mPartLse.toint()
         for base in cutlass.range(begin, count, step * batch, unroll=1):
             tLoad = cute.make_rmem_tensor((VECTOR * bands * batch,), Float32)
@@ -301,13 +296,9 @@ class CombineKernel:
                 if index == 0:
                     source = line + rows
                 tLse[i] = load_lse(lses + 4 * Int64(source), valid)
-                address = outputs + Int64(source) * (self.partial_bytes * LATENT)
+                address = outputs + Int64(source) * (PARTIAL_BYTES * LATENT)
                 for b in cutlass.range_constexpr(bands):
-                    values = load_vector(
-                        address + b * BAND * self.partial_bytes,
-                        valid,
-                        self.partial_bytes,
-                    )
+                    values = load_vector(address + b * BAND * PARTIAL_BYTES, valid)
                     for v in cutlass.range_constexpr(VECTOR):
                         tLoad[VECTOR * (bands * i + b) + v] = values[v]
             newer = maximum
@@ -328,12 +319,12 @@ class CombineKernel:
 
     @cute.jit
     def finish(self, maximum, total, output_scale):
-        """LSE (log2) of a row and the factor of its weighted sum."""
+        """LSE (log2) of a row and the factor of its weighted sum of partials."""
         lse = -Float32.inf
         factor = Float32(0.0)
         if total > 0.0:
             lse = cute.math.log2(total, fastmath=True) + maximum
-            factor = output_scale / total
+            factor = output_scale * (1 / PARTIAL_SCALE) / total
         return lse, factor
 
     @cute.jit
@@ -406,15 +397,15 @@ class CombineKernel:
 
 
 @cache
-def _compile(blocks: int, use_pdl: bool, partial_type: str):
+def _compile(blocks: int, use_pdl: bool):
     """The compiled function; it serves every number of rows and worker groups."""
 
     def pointer(dtype, align):
         return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=align)
 
     return cute.compile(
-        CombineKernel(blocks, use_pdl, partial_type),
-        pointer(Float32, 16),
+        CombineKernel(blocks, use_pdl),
+        pointer(Uint32, 16),
         pointer(Float32, 4),
         pointer(Int32, 4),
         pointer(Int32, 4),
@@ -431,10 +422,10 @@ def _compile(blocks: int, use_pdl: bool, partial_type: str):
 class CompiledCombine:
     """A compiled combine for one number of groups; see ``compile_combine_kernel``."""
 
-    def __init__(self, groups: int, blocks: int, use_pdl: bool, partial_type: str):
+    def __init__(self, groups: int, blocks: int, use_pdl: bool):
         plan.check_plan_shape(0, groups)
         self.groups = groups
-        self.compiled = _compile(blocks, use_pdl, partial_type)
+        self.compiled = _compile(blocks, use_pdl)
         self._launch = Launcher(self.compiled, "ppppppiiifp")
 
     def __call__(
@@ -452,7 +443,8 @@ class CompiledCombine:
         """Launch on raw device addresses; nothing is checked.
 
         Args:
-            partials_ptr: Partial outputs ``[2 groups, rows, 512]``, 16-byte aligned.
+            partials_ptr: fp16 ``[2 groups, rows, 512]``, times ``PARTIAL_SCALE``,
+                16-byte aligned.
             partial_lse_ptr: fp32 ``[2 groups, rows]``, log2.
             counts_ptr: int32 ``[4]`` of the plan.
             work_ptr: int32 ``[plan.work_len(groups)]`` of the plan.
@@ -475,7 +467,6 @@ def compile_combine_kernel(
     groups: int,
     num_sms: int,
     use_pdl: bool = False,
-    partial_type: str = "float32",
 ) -> CompiledCombine:
     """The combine of plans with ``groups`` worker groups, for any number of rows.
 
@@ -484,12 +475,12 @@ def compile_combine_kernel(
     Args:
         groups: Worker groups of the plan.
         num_sms: Multiprocessors of the device; sets the size of the grid.
-        use_pdl: Launch with programmatic dependent launch: the block's start overlaps
-            the end of the decode kernel.
-        partial_type: Type of the partial outputs, a key of ``PARTIAL_TYPES``.
+        use_pdl: Launch with programmatic dependent launch: its start overlaps the end
+            of the decode kernel, which must be launched in that way too, and let go of
+            this one only after its own wait.
 
     Raises:
-        ValueError: A number of groups or a type that the kernel does not serve.
+        ValueError: A number of groups that the kernel does not serve.
 
     """
-    return CompiledCombine(groups, num_sms * BLOCKS_PER_SM, use_pdl, partial_type)
+    return CompiledCombine(groups, num_sms * BLOCKS_PER_SM, use_pdl)

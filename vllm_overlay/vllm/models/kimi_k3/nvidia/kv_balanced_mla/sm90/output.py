@@ -28,12 +28,19 @@ from cutlass.cute.nvgpu import warpgroup
 from ..config import (
     LATENT,
     OUTPUT_M_TILES,
+    PARTIAL_SCALE,
     TILE_TOKENS,
     UNIT_TILES,
     UNIT_TOKENS,
     WARPGROUP_THREADS,
 )
-from .ptx import ldmatrix_x4_trans, or_of_four, pack_bf16x2, sum_e4m3x16
+from .ptx import (
+    ldmatrix_x4_trans,
+    or_of_four,
+    pack_bf16x2,
+    pack_f16x2,
+    sum_e4m3x16,
+)
 from .role import Role
 
 TILE_K_STEPS = TILE_TOKENS // 32
@@ -254,10 +261,11 @@ class OutputRole(Role):
         lane,
         buffer,
     ):
-        """Store this thread's output: bf16 result, or fp32 partial for the combine.
+        """Store this thread's output: bf16 result, or fp16 partial for the combine.
 
-        ``mOut`` holds words of two bf16, ``[requests * rows, 256]``, ``mPart`` fp32
-        ``[slots, rows, 512]``, normalised; ``column`` is this thread's first one, even.
+        ``mOut`` holds words of two bf16, ``[requests * rows, 256]``, ``mPart`` words of
+        two fp16, ``[slots, rows, 256]``, normalised and times ``PARTIAL_SCALE``;
+        ``column`` is this thread's first one, even.
 
         """
         tile_rows = self.tile.rows_per_cta
@@ -268,28 +276,29 @@ class OutputRole(Role):
                 inverse = ctx.sInverse[local_row, buffer]
                 if row < total_rows:
                     if slot >= 0:
-                        mRow = cute.make_tensor(
-                            mPart + (Int64(slot * total_rows + row) * LATENT + column),
-                            cute.make_layout(LATENT),
-                        )
+                        mWord = self.row_words(mPart, slot * total_rows + row, column)
+                        factor = inverse * PARTIAL_SCALE
                         for m in cutlass.range_constexpr(OUTPUT_M_TILES):
-                            mRow[64 * m] = tAcc[m][4 * b + j] * inverse
-                            mRow[64 * m + 1] = tAcc[m][4 * b + j + 2] * inverse
+                            mWord[32 * m] = pack_f16x2(
+                                tAcc[m][4 * b + j] * factor,
+                                tAcc[m][4 * b + j + 2] * factor,
+                            )
                     else:
-                        mWord = cute.make_tensor(
-                            mOut
-                            + (
-                                Int64(request * total_rows + row) * (LATENT // 2)
-                                + column // 2
-                            ),
-                            cute.make_layout(LATENT // 2),
-                        )
+                        mWord = self.row_words(mOut, request * total_rows + row, column)
                         factor = inverse * output_scale
                         for m in cutlass.range_constexpr(OUTPUT_M_TILES):
                             mWord[32 * m] = pack_bf16x2(
                                 tAcc[m][4 * b + j] * factor,
                                 tAcc[m][4 * b + j + 2] * factor,
                             )
+
+    @cute.jit
+    def row_words(self, words, line, column):
+        """Words of two values of row ``line`` from ``column`` on."""
+        return cute.make_tensor(
+            words + (Int64(line) * (LATENT // 2) + column // 2),
+            cute.make_layout(LATENT // 2),
+        )
 
     @cute.jit
     def output(

@@ -53,6 +53,16 @@ def pack_bf16x2(low: Float32, high: Float32):
 
 
 @cute.jit
+def pack_f16x2(low: Float32, high: Float32):
+    """Round two fp32 values to fp16; ``low`` is the lower half."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+    )
+
+
+@cute.jit
 def exp2_approx(x: Float32):
     """``2 ** x`` on the special-function unit (2 ulp, flushes subnormals)."""
     return cute.arch.inline_ptx(

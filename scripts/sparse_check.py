@@ -348,7 +348,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hold", help="a file without which no run is timed yet")
     made.add_argument("--start-limit", type=float, default=300, help="seconds a start")
     made.add_argument("--time-limit", type=float, default=90, help="seconds of a turn")
-    made.add_argument("--rounds", type=int, default=5, help="turns of every engine")
+    made.add_argument("--rounds", type=int, default=8, help="turns of every engine")
     made.add_argument(
         "--layers", type=int, default=sparse_models.LAYERS, help="of the models"
     )

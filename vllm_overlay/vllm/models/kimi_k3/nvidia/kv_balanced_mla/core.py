@@ -315,6 +315,7 @@ class KvBalancedMla:
         block_stride = cache.stride(0)
         assert q.shape == (requests * self.qlen, self.heads, HEAD_DIM), q.shape
         assert q.is_contiguous() and q.element_size() == 1, (q.stride(), q.dtype)
+        assert q.data_ptr() % 16 == 0, q.data_ptr()
         assert cache.element_size() == 1 and width == HEAD_DIM, (cache.dtype, width)
         assert cache.stride()[1:] == (HEAD_DIM, 1), cache.stride()
         assert block_size % TILE_TOKENS == 0, block_size

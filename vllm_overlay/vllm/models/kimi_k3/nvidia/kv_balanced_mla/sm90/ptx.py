@@ -3,7 +3,7 @@
 """PTX wrappers that the Hopper decode kernel needs and the DSL has no atom for."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 
 @cute.jit
@@ -27,6 +27,27 @@ def stmatrix_x4(address: Int32, a: Uint32, b: Uint32, c: Uint32, d: Uint32):
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 "
         "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, a, b, c, d],
+    )
+
+
+@cute.jit
+def load_4_words(address: Int64):
+    """Four consecutive words of global memory, 16-byte aligned."""
+    return cute.arch.inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def select(condition: Int32, a: Uint32, b: Uint32):
+    """``a`` where ``condition`` is not 0, else ``b``."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred take; setp.ne.s32 take, {$r0}, 0; "
+        "selp.b32 {$w0}, {$r1}, {$r2}, take; }",
+        write_only_types=[Uint32],
+        read_only_args=[condition, a, b],
     )
 
 

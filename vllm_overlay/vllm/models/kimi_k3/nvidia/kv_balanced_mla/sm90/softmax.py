@@ -15,9 +15,6 @@ from cutlass.cute.nvgpu import warpgroup
 from ..config import HEAD_DIM, TILE_TOKENS, UNIT_TILES, UNIT_TOKENS
 from .softmax_tile import K_STEPS, PIECES, UNSEEN, SoftmaxTile
 
-GROUP_UNITS = 4
-"""Most units of one unrolled run; its wgmmas drain at the end."""
-
 
 class SoftmaxRole(SoftmaxTile):
     """Mixin of ``DecodeKernel``: the softmax warpgroup."""
@@ -36,129 +33,56 @@ class SoftmaxRole(SoftmaxTile):
         scale,
         ring,
         where,
-        left,
-        k: cutlass.Constexpr,
+        units,
     ):
-        """Units without masked keys, Q K^T one tile ahead of the softmax.
+        """``units`` (1 or more) units without masked keys.
 
-        The first tile's Q K^T has been issued. Unrolled, because wgmmas in flight over
-        a loop's back edge make ptxas serialise them: unit ``k`` goes on to the next
-        one only while there are some ``left`` and at most ``GROUP_UNITS`` in all.
-
-        ``frags`` are the score fragments of even and odd tiles, ``left`` the units from
-        this one on, ``k`` the unit's index in the unrolled run.
+        Each tile's softmax has the next tile's Q K^T in flight and ends when that is
+        done, which costs next to nothing: its last wgmmas are issued before the last
+        quarter of the exponentials. So none is in flight over the loop's back edge,
+        where ptxas would make them run one by one. ``frags`` are the score fragments of
+        even and odd tiles.
 
         Returns:
             ``ring`` after the last unit.
 
         """
         stage, phase, p_unit, p_phase = ring
-        flag = Int32(0)
-        for i in cutlass.range_constexpr(UNIT_TILES):
-            tS, tNext = frags[i % 2], frags[(i + 1) % 2]
-            done = stage
-            stage, phase = self.advance_tile(stage, phase)
-            if const_expr(i + 1 < UNIT_TILES):
-                stage, phase, flag, p_unit, p_phase = self.overlapped_tile(
-                    ctx,
-                    qk,
-                    tS,
-                    tNext,
-                    tQ,
-                    tK,
-                    tKr,
-                    tState,
-                    tLow,
-                    scale,
-                    done,
-                    (stage, phase, p_unit, p_phase),
-                    flag,
-                    where,
-                    i,
-                )
-            elif const_expr(k + 1 < GROUP_UNITS):
-                if left > 1:
-                    stage, phase, flag, p_unit, p_phase = self.overlapped_tile(
-                        ctx,
-                        qk,
-                        tS,
-                        tNext,
-                        tQ,
-                        tK,
-                        tKr,
-                        tState,
-                        tLow,
-                        scale,
-                        done,
-                        (stage, phase, p_unit, p_phase),
-                        flag,
-                        where,
-                        i,
-                    )
-                    stage, phase, p_unit, p_phase = self.fast_units(
-                        ctx,
-                        qk,
-                        frags,
-                        tQ,
-                        tK,
-                        tKr,
-                        tState,
-                        tLow,
-                        scale,
-                        (stage, phase, p_unit, p_phase),
-                        where,
-                        left - 1,
-                        k + 1,
-                    )
-                else:
-                    warpgroup.wait_group(0)
-                    self.release_tile(ctx, done)
-                    flag, p_unit, p_phase = self.softmax_tile(
-                        ctx,
-                        tS,
-                        tState,
-                        tLow,
-                        scale,
-                        flag,
-                        p_unit,
-                        p_phase,
-                        where,
-                        i,
-                        None,
-                    )
-            else:
-                warpgroup.wait_group(0)
-                self.release_tile(ctx, done)
-                flag, p_unit, p_phase = self.softmax_tile(
-                    ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i, None
-                )
+        even, odd = frags
+        score = (ctx, qk, tQ, tK, tKr, tState, tLow, scale, where)
+        cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
+        self.issue_qk(ctx, qk, even, tQ, tK, tKr, stage, 0, K_STEPS)
+        warpgroup.wait_group(0)
+        self.release_tile(ctx, stage)
+        ring = (stage, phase, p_unit, p_phase)
+        for _ in cutlass.range(0, units - 1, unroll=1):
+            flag, ring = self.overlapped_tile(score, even, odd, ring, Int32(0), 0)
+            flag, ring = self.overlapped_tile(score, odd, even, ring, flag, 1)
+        flag, ring = self.overlapped_tile(score, even, odd, ring, Int32(0), 0)
+        stage, phase, p_unit, p_phase = ring
+        flag, p_unit, p_phase = self.softmax_tile(
+            ctx, odd, tState, tLow, scale, flag, p_unit, p_phase, where, 1, None
+        )
+        stage, phase = self.advance_tile(stage, phase)
         return stage, phase, p_unit, p_phase
 
     @cute.jit
     def overlapped_tile(
-        self,
-        ctx: cutlass.Constexpr,
-        qk: cutlass.Constexpr,
-        tS,
-        tNext,
-        tQ,
-        tK,
-        tKr,
-        tState,
-        tLow,
-        scale,
-        done,
-        ring,
-        flag,
-        where,
-        i: cutlass.Constexpr,
+        self, score: cutlass.Constexpr, tS, tNext, ring, flag, i: cutlass.Constexpr
     ):
-        """Softmax of ``tS`` (KV stage ``done``) while the next tile's scores run."""
+        """Softmax of ``tS`` with the next tile's Q K^T, to ``tNext``, in flight.
+
+        ``score`` is what all tiles share, ``ring`` that of ``tS``'s tile.
+
+        Returns:
+            The unit's flag, and ``ring`` of the next tile.
+
+        """
+        ctx, qk, tQ, tK, tKr, tState, tLow, scale, where = score
         stage, phase, p_unit, p_phase = ring
+        stage, phase = self.advance_tile(stage, phase)
         cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
         self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[0])
-        warpgroup.wait_group(1)
-        self.release_tile(ctx, done)
 
         def issue(group):
             self.issue_qk(ctx, qk, tNext, tQ, tK, tKr, stage, *PIECES[group])
@@ -166,7 +90,9 @@ class SoftmaxRole(SoftmaxTile):
         flag, p_unit, p_phase = self.softmax_tile(
             ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i, issue
         )
-        return stage, phase, flag, p_unit, p_phase
+        warpgroup.wait_group(0)
+        self.release_tile(ctx, stage)
+        return flag, (stage, phase, p_unit, p_phase)
 
     @cute.jit
     def sequential_unit(
@@ -312,6 +238,7 @@ class SoftmaxRole(SoftmaxTile):
             tState[2] = Float32(0.0)
             tState[3] = Float32(0.0)
             tLow[0] = Int32(0)
+            self.arrange_q(tQw, lane)
             # From the last unit down: a key that outweighs all others is most often
             # the first one. Met last, it scales fp32 sums down; met first, it would
             # hold its neighbours under e4m3's smallest value.
@@ -320,9 +247,6 @@ class SoftmaxRole(SoftmaxTile):
                 token0 = unit * (UNIT_TOKENS)
                 if unit < free_end:
                     if const_expr(self.tile.interleaved):
-                        left = cutlass.min(unit + 1 - unit_begin, GROUP_UNITS)
-                        cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
-                        self.issue_qk(ctx, qk, tA, tQ, tK, tKr, stage, 0, K_STEPS)
                         stage, phase, p_unit, p_phase = self.fast_units(
                             ctx,
                             qk,
@@ -335,10 +259,9 @@ class SoftmaxRole(SoftmaxTile):
                             scale,
                             (stage, phase, p_unit, p_phase),
                             where,
-                            left,
-                            0,
+                            unit + 1 - unit_begin,
                         )
-                        unit = unit - left
+                        unit = unit_begin - 1
                     else:
                         stage, phase, p_unit, p_phase = self.sequential_unit(
                             ctx,

@@ -19,7 +19,14 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import HEAD_DIM, LATENT, TILE_TOKENS, UNIT_TILES
-from .ptx import exp2_approx, fma, pack_e4m3x4, stmatrix_x4
+from .ptx import (
+    exp2_approx,
+    fma,
+    load_4_words,
+    pack_e4m3x4,
+    select,
+    stmatrix_x4,
+)
 from .role import Role
 
 P_LOG2_HEADROOM = 4.0
@@ -110,24 +117,45 @@ class SoftmaxTile(Role):
 
     @cute.jit
     def load_q(self, mQ: cute.Pointer, tQ, row0, row1, lane):
-        """Fill the A fragments of Q from global memory.
+        """Load Q from global memory; ``arrange_q`` makes it the A fragments.
 
         ``mQ`` holds ``[requests * rows, 144]`` words; ``row0`` and ``row1`` are this
-        thread's two score rows over all requests. K step k gets words 4k .. 4k + 3.
+        thread's two score rows over all requests. Lane l of a quad loads words
+        16g + 4l .. 16g + 4l + 3 of both, for each g.
 
         """
-        words = HEAD_DIM // 4
-        mRow0 = cute.make_tensor(
-            mQ + (Int64(row0) * words + lane % 4), cute.make_layout(words)
-        )
-        mRow1 = cute.make_tensor(
-            mQ + (Int64(row1) * words + lane % 4), cute.make_layout(words)
-        )
-        for k in cutlass.range_constexpr(K_STEPS):
-            tQ[4 * k] = mRow0[8 * k]
-            tQ[4 * k + 1] = mRow1[8 * k]
-            tQ[4 * k + 2] = mRow0[8 * k + 4]
-            tQ[4 * k + 3] = mRow1[8 * k + 4]
+        place = mQ.toint() + lane % 4 * 16
+        rows = (place + Int64(row0) * HEAD_DIM, place + Int64(row1) * HEAD_DIM)
+        for g in cutlass.range_constexpr(K_STEPS // 2):
+            for row in cutlass.range_constexpr(2):
+                words = load_4_words(rows[row] + 64 * g)
+                for w in cutlass.range_constexpr(4):
+                    tQ[8 * g + 2 * w + row] = words[w]
+
+    @cute.jit
+    def arrange_q(self, tQ, lane):
+        """Transpose 4 x 4 words within each quad.
+
+        An A fragment wants words 8k + l and 8k + 4 + l of both rows for k step k: word
+        l of each of the four lanes' loads. Loading them one by one, 4 bytes a lane,
+        would take four times the loads, each as long as one of 16 bytes.
+        """
+        upper = Int32(lane & 2)
+        odd = Int32(lane & 1)
+        for n in cutlass.range_constexpr(K_STEPS):
+            at = [8 * (n // 2) + n % 2 + 2 * w for w in range(4)]
+            a, b, c, d = [tQ[i] for i in at]
+            # Halves across lanes l and l ^ 2, then words across l and l ^ 1.
+            first = cute.arch.shuffle_sync_bfly(select(upper, a, c), 2)
+            second = cute.arch.shuffle_sync_bfly(select(upper, b, d), 2)
+            low = (select(upper, first, a), select(upper, second, b))
+            high = (select(upper, c, first), select(upper, d, second))
+            first = cute.arch.shuffle_sync_bfly(select(odd, low[0], low[1]), 1)
+            second = cute.arch.shuffle_sync_bfly(select(odd, high[0], high[1]), 1)
+            tQ[at[0]] = select(odd, first, low[0])
+            tQ[at[1]] = select(odd, low[1], first)
+            tQ[at[2]] = select(odd, second, high[0])
+            tQ[at[3]] = select(odd, high[1], second)
 
     @cute.jit
     def exponentials(self, tS, tState, tSum, tWord, scale, group: cutlass.Constexpr):

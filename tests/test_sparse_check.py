@@ -415,7 +415,7 @@ def test_the_budget_ends_whatever_hangs(tmp_path):
         text=True,
         timeout=60,
     )
-    assert 8 < time.time() - begin < 12 + 8
+    assert 5 < time.time() - begin < 12 + 8
     assert "dsv32-fa3: stopped: not up" in got.stdout
     done = sorted(p.stem for p in (tmp_path / "out").glob("*.json"))
     assert done == ["dsv32-ours", "dsv32-ours-fp8", "glm-ours", "glm-ours-fp8"]

@@ -264,7 +264,7 @@ def facts() -> dict[str, str]:
             "--query-gpu=name,driver_version",
             "--format=csv,noheader",
         ],
-        "commit": ["git", "-C", str(PROJECT), "rev-parse", "--short", "HEAD"],
+        "commit": ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"],
     }
     for name, command in commands.items():
         try:

@@ -26,7 +26,8 @@ to the file that GITHUB_STEP_SUMMARY names.
   timing     scripts/engine_timing.py: decode steps of the engine against stock's
   two-gpus   scripts/two_gpu_check.py, where there are two Hopper GPUs
 
-Part by part, a failure doesn't stop the others, and each has a time limit. KVPATCH_ENV
+Part by part, a failure doesn't stop the others, and each has a time limit. SIGINT or
+SIGTERM ends the part that runs; the others are left out, and said so. KVPATCH_ENV
 names an environment that exists already. If it has vLLM and wasn't made by
 scripts/setup.sh, nothing is installed into it, and no network is needed; what is left
 out for that is said.
@@ -61,11 +62,26 @@ python="$env_dir/bin/python"
 has() { "$python" -P -c 'import importlib.util, sys
 sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1" 2>/dev/null; }
 wanted() { case ",$only," in *",$1,"*) return 0 ;; *) return 1 ;; esac; }
+stopped="" child=""
+# shellcheck disable=SC2329  # the trap calls it
+stop() {
+  stopped=yes
+  if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null || true; fi
+}
+trap stop INT TERM
 case_of() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2
   shift 2
+  if [ -n "$stopped" ]; then
+    skip_case "$name" "this run was interrupted"
+    return
+  fi
   step "$name (at most $limit s)"
-  "$python" "$project/ci/run_case.py" --junit "$out" --limit "$limit" "$name" -- "$@" || true
+  # In the background, because a trap waits for what runs in the foreground.
+  "$python" "$project/ci/run_case.py" --junit "$out" --limit "$limit" "$name" -- "$@" &
+  child=$!
+  while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+  child=""
 }
 skip_case() { # NAME REASON
   step "$1"
@@ -220,4 +236,5 @@ code=0
   >"$out/summary.md" || code=$?
 cat "$out/summary.md"
 if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then cat "$out/summary.md" >>"$GITHUB_STEP_SUMMARY"; fi
+if [ -n "$stopped" ]; then code=130; fi
 exit "$code"

@@ -6,6 +6,7 @@
 
 Prints what the command prints; the XML holds its last lines when it fails. With --limit
 the command, and what it started, is ended after so many seconds, which is a failure.
+So it is on SIGINT and SIGTERM, and the exit status is then 130.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from collections import deque
 from pathlib import Path
 
 TAIL_LINES = 60
-TIMED_OUT = 124
+TIMED_OUT, INTERRUPTED = 124, 130
+MESSAGES = {TIMED_OUT: "its time was over", INTERRUPTED: "interrupted"}
 # Between asking politely, which pytest answers with its XML, and not.
 GRACE_SECONDS = 20.0
 
@@ -41,7 +43,7 @@ def case_xml(
         suite, "testcase", classname="ci", name=name, time=f"{seconds:.3f}"
     )
     if code:
-        message = "its time was over" if code == TIMED_OUT else f"exit status {code}"
+        message = MESSAGES.get(code, f"exit status {code}")
         failure = ET.SubElement(case, "failure", message=message)
         failure.text = "".join(c for c in tail if c in "\n\t" or c.isprintable())
     if skip:
@@ -56,9 +58,9 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def end(process: subprocess.Popen, ended: threading.Event) -> None:
-    """End a command's session: ask, wait, kill."""
-    ended.set()
+def end(process: subprocess.Popen, ended: list[int], code: int) -> None:
+    """End a command's session: ask, wait, kill. `ended` gets `code`."""
+    ended.append(code)
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -71,13 +73,19 @@ def end(process: subprocess.Popen, ended: threading.Event) -> None:
 
 def run(words: list[str], limit: float | None, tail: deque[str]) -> int:
     """Run a command, print what it prints, and return its exit status."""
-    ended = threading.Event()
+    ended: list[int] = []
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=limit is not None,
-        preexec_fn=heed_interrupts,
+        errors="replace", start_new_session=True, preexec_fn=heed_interrupts,
     ) as ran:  # fmt: skip
-        timer = threading.Timer(limit or 0, end, (ran, ended))
+        timer = threading.Timer(limit or 0, end, (ran, ended, TIMED_OUT))
+
+        def interrupted(*_: object) -> None:
+            timer.cancel()
+            threading.Thread(target=end, args=(ran, ended, INTERRUPTED)).start()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupted)
         if limit is not None:
             timer.start()
         assert ran.stdout is not None
@@ -86,9 +94,11 @@ def run(words: list[str], limit: float | None, tail: deque[str]) -> int:
             tail.append(line)
         code = ran.wait()
         timer.cancel()
-    if ended.is_set():
-        tail.append(f"ended after {limit:.0f} s\n")
-        return TIMED_OUT
+    if ended:
+        tail.append(
+            f"ended after {limit:.0f} s\n" if ended[0] == TIMED_OUT else "interrupted\n"
+        )
+        return ended[0]
     return code
 
 

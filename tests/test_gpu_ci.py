@@ -4,8 +4,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +37,13 @@ with open(os.environ["CALLS"], "a") as file:
 if "--ratios" in words:
     ratios = json.loads(os.environ["RATIOS"])
     Path(words[words.index("--ratios") + 1]).write_text(json.dumps(ratios))
+if os.environ.get("HANG") == name:
+    import time
+    gpu_sh = int(Path(f"/proc/{os.getppid()}/stat").read_text().split()[3])
+    begun = Path(words[words.index("--out") + 1]).parent / "started"
+    begun.with_suffix(".part").write_text(str(gpu_sh))
+    begun.with_suffix(".part").rename(begun)
+    time.sleep(300)
 if "--out" in words:
     out = Path(words[words.index("--out") + 1])
     out.mkdir(parents=True, exist_ok=True)
@@ -181,6 +190,29 @@ def test_a_failed_part_fails_the_run_after_the_others(runner, broken):
     assert "exit status 3" in got.stdout.split("==> ")[-1]
     if broken == "promises":
         assert "- `c`: wrong bits" in got.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_part_and_leaves_out_the_rest(runner, number):
+    """What the part started ends too, and the summary is written."""
+    started = runner.out / "started"
+
+    def interrupt():
+        end = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(int(started.read_text()), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    begin = time.monotonic()
+    got, calls = runner("--only", "engine,timing", HANG="engine_check")
+    thread.join()
+    assert got.returncode == 130 and time.monotonic() - begin < 60, got.stdout
+    assert "engine_timing" not in called(calls)
+    assert "| engine | 0 | 1 | 0 |" in got.stdout
+    assert "| timing | 0 | 0 | 1 |" in got.stdout
+    assert "this run was interrupted" in got.stdout
 
 
 def test_a_ratio_worse_by_more_than_the_tolerance_fails(runner):

@@ -9,8 +9,8 @@ engine in its own process with the same weights. All generate for the same promp
 with a fixed token trace forced on them and once greedily; then decode steps are timed
 at 1, 8 and 64 requests, with CUDA graphs, one engine at a time while the others wait.
 A host's speed changes from second to second, and steps of models so small follow it, so
-the judged cases are timed in several rounds, in which all engines take turns, and the
-round with the least median counts.
+the judged cases are timed in many rounds, in which all engines take turns, and what is
+compared are the turns of one round.
 
     python scripts/sparse_check.py --out DIR --stock FILE [--only RUN,...] [--gpus 0,1]
 
@@ -52,6 +52,8 @@ MAX_REQUESTS = 64
 TIMED_STEPS, PROFILED_STEPS = 48, 12
 # What the judged cases of one run take at least.
 TURN_SECONDS = 6.0
+# Cores that all engines share while they are timed, one at a time.
+TIMING_CORES = 4
 # name -> requests, context (tokens), and whether one request leaves at every step.
 CASES: dict[str, dict[str, Any]] = {
     "1 x 4096": dict(requests=1, context=4096),
@@ -225,12 +227,11 @@ def time_turn(
     """Time the cases of a turn: all in the first one, the judged ones in the others.
 
     Of a case that was timed before, the turn with the smaller median is kept, and
-    `rounds_us` has the medians of all.
+    `rounds` has the medians of all.
     """
     names = [name for name in args.cases.split(";") if name]
-    if first:
-        time_case(llm, recorder, dict(requests=1, context=256), profile=False)
-    else:
+    time_case(llm, recorder, dict(requests=1, context=256), profile=False)
+    if not first:
         names = [name for name in names if name in sparse_report.JUDGED]
     kept = result.setdefault("cases", {})
     for case in names:
@@ -285,6 +286,8 @@ def run_child(name: str, args: argparse.Namespace) -> None:
     (out / f"{name}.up").write_text("")
     turns = 0
     while sys.stdin.readline():
+        if turns == 0:
+            result["cores"] = sparse_turns.share_cores(TIMING_CORES)
         if RUNS[name].get("timed", True):
             time_turn(llm, recorder, args, result, first=turns == 0, save=save)
         turns += 1
@@ -348,7 +351,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hold", help="a file without which no run is timed yet")
     made.add_argument("--start-limit", type=float, default=300, help="seconds a start")
     made.add_argument("--time-limit", type=float, default=90, help="seconds of a turn")
-    made.add_argument("--rounds", type=int, default=8, help="turns of every engine")
+    made.add_argument("--rounds", type=int, default=16, help="turns of every engine")
     made.add_argument(
         "--layers", type=int, default=sparse_models.LAYERS, help="of the models"
     )

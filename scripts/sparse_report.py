@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ PAIRS = (
 )
 
 
+ROUND_KEYS = ("step_us", "build_us", "graph_us")
+
+
 def better_turn(before: dict[str, Any] | None, times: dict[str, Any]) -> dict[str, Any]:
     """Return the times of the turn with the smaller median, with all turns' medians.
 
@@ -36,17 +40,26 @@ def better_turn(before: dict[str, Any] | None, times: dict[str, Any]) -> dict[st
         before: What was kept of the turns before, or None.
         times: The last turn's times; an error if it has no `step_us`.
 
+    Returns:
+        The turn's times, and `rounds`: for step, build and graph the median of every
+        turn, None where a turn has none.
+
     """
-    median = times.get("step_us", {}).get("median")
-    if before is None:
-        return dict(times, rounds_us=[median])
-    kept = before
-    least = before.get("step_us", {}).get("median")
-    if median is not None and (least is None or median < least):
+    rounds = {
+        key: [*(before["rounds"][key] if before else ()), _median(times, key)]
+        for key in ROUND_KEYS
+    }
+    kept = before or times
+    least, median = _median(kept, "step_us"), _median(times, "step_us")
+    if before and median is not None and (least is None or median < least):
         # A later turn has no profile: keep the first one's.
         profile = {k: before[k] for k in ("busy_us", "kernels") if k in before}
         kept = dict(profile, **times)
-    return dict(kept, rounds_us=[*before["rounds_us"], median])
+    return dict(kept, rounds=rounds)
+
+
+def _median(times: dict[str, Any], key: str) -> float | None:
+    return times.get(key, {}).get("median")
 
 
 def load(out: Path, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -115,12 +128,18 @@ def _cell(times: dict[str, Any], key: str) -> str:
     return f"{values['median']:.0f}" if values.get("n") else "-"
 
 
+def _rounds_cell(times: dict[str, Any]) -> str:
+    medians = [us for us in times.get("rounds", {}).get("step_us", []) if us]
+    return f"{statistics.median(medians):.0f}" if medians else "-"
+
+
 def print_times(runs: dict[str, dict[str, Any]]) -> list[str]:
     """Print the table of step times; return the cases that failed."""
     bad = []
     print(
         f"\n{'us a decode step':<20}{'run':<18}{'n':>4}{'median':>9}{'p10':>8}"
         f"{'p90':>8}{'mean':>9}{'max':>9}{'build':>8}{'b.max':>8}{'graph':>8}{'busy':>8}"
+        f"{'rounds':>9}"
     )
     cases = dict.fromkeys(c for run in runs.values() for c in run.get("cases", {}))
     for case in cases:
@@ -137,11 +156,12 @@ def print_times(runs: dict[str, dict[str, Any]]) -> list[str]:
                 f"{step['p10']:>8.0f}{step['p90']:>8.0f}{step['mean']:>9.0f}"
                 f"{step['max']:>9.0f}{_cell(times, 'build_us'):>8}"
                 f"{times['build_us']['max']:>8.0f}{_cell(times, 'graph_us'):>8}"
-                f"{times.get('busy_us', '-')!s:>8}"
+                f"{times.get('busy_us', '-')!s:>8}{_rounds_cell(times):>9}"
             )
     print(
         "step: from one call of the metadata builder to the next; build: its host time;"
-        "\ngraph: CUDA graph replays on the GPU; busy: all kernels on the GPU (profile)"
+        "\ngraph: CUDA graph replays on the GPU; busy: all kernels on the GPU (profile);"
+        "\nrounds: median of the step's medians of all rounds, the rest: least round"
     )
     return bad
 
@@ -157,8 +177,9 @@ def print_kernels(runs: dict[str, dict[str, Any]], case: str, rows: int = 5) -> 
 def verdicts(runs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, bool]]:
     """Yield a line for each model, cache and judged case, and whether ours is fastest.
 
-    A comparison needs ours and every other backend that takes the cache: a missing one
-    is no win.
+    Compared are the turns of one round, which lie a second or so apart: ours is faster
+    than another if the median of the rounds' ratios says so. A comparison needs ours
+    and every other backend that takes the cache: a missing one is no win.
     """
     for model in models_of(runs):
         for suffix, others in (("", ("stock", "fa3")), ("-fp8", ("stock",))):
@@ -170,30 +191,38 @@ def verdicts(runs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, bool]]:
                     name: runs.get(name, {})
                     .get("cases", {})
                     .get(case, {})
-                    .get("step_us", {})
+                    .get("rounds", {})
+                    .get("step_us", [])
                     for name in group
                 }
                 yield _verdict(group, steps, case)
 
 
-def _verdict(group: list[str], steps: dict[str, Any], case: str) -> tuple[str, bool]:
+def _verdict(
+    group: list[str], steps: dict[str, list[float | None]], case: str
+) -> tuple[str, bool]:
     label = f"{group[0]}, {case}: "
-    if missing := [name for name in group if not steps[name].get("n")]:
+    ratios = {
+        name: [
+            other / ours
+            for ours, other in zip(steps[group[0]], steps[name])
+            if ours and other
+        ]
+        for name in group[1:]
+    }
+    if missing := [n for n in group if not any(steps[n])]:
         return label + f"no verdict, {', '.join(missing)} has no time", False
-    ours = steps[group[0]]
-    best = min(group[1:], key=lambda name: steps[name]["median"])
-    other = steps[best]
-    won = ours["median"] < other["median"]
-    # Quartile-like ranges that overlap: the order may be chance.
-    clear = ours["p90"] < other["p10"] or other["p90"] < ours["p10"]
-    times = ", ".join(f"{n} {steps[n]['median']:.0f}" for n in group)
-    ratio = other["median"] / ours["median"]
-    return (
-        label
-        + ("ours is the fastest" if won else f"{best} is faster")
-        + f" ({times} us; {ratio:.2f} x{'' if clear else ', ranges overlap'})",
-        won,
-    )
+    if missing := [n for n, both in ratios.items() if not both]:
+        return label + f"no verdict, no round has ours and {missing[0]}", False
+    best = min(ratios, key=lambda name: statistics.median(ratios[name]))
+    won = statistics.median(ratios[best]) > 1
+    parts = [
+        f"{name} {statistics.median(both):.2f} x (ours ahead in "
+        f"{sum(ratio > 1 for ratio in both)} of {len(both)} rounds)"
+        for name, both in ratios.items()
+    ]
+    which = "ours is the fastest" if won else f"{best} is faster"
+    return f"{label}{which}; {', '.join(parts)}", won
 
 
 def report(out: Path, names: list[str], known: list[str]) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -134,3 +135,20 @@ def let_go(runs: list[Run], limit: float) -> None:
             run.process.stdin.close()
     while time.time() < limit and any([run.look() != "ended" for run in runs]):
         time.sleep(0.05)
+
+
+def share_cores(count: int) -> list[int]:
+    """Move all threads of this process to the host's last `count` cores.
+
+    Engines that are timed in turns then differ by what they do, and not by the cores
+    (and their neighbours) that they happen to be on.
+
+    Returns:
+        The cores.
+
+    """
+    cores = sorted(os.sched_getaffinity(0))[-count:]
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+    return cores

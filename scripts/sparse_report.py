@@ -160,7 +160,7 @@ def print_times(runs: dict[str, dict[str, Any]]) -> list[str]:
             )
     print(
         "step: from one call of the metadata builder to the next; build: its host time;"
-        "\ngraph: CUDA graph replays on the GPU; busy: all kernels on the GPU (profile);"
+        "\ngraph: CUDA graph replays on the GPU; busy: all kernels there (profile);"
         "\nrounds: median of the step's medians of all rounds, the rest: least round"
     )
     return bad

@@ -209,8 +209,11 @@ if wanted sparse; then
   case_of sparse-checks 600 "$python" \
     "$project/vllm_overlay/tests/v1/attention/test_flashinfer_mla_sparse_sm90_gpu.py" \
     "$out/sparse" "${with_stock[@]}"
-  case_of sparse-bench 420 "$python" "$benchmarks/benchmark_flashinfer_mla_sparse_sm90.py" \
-    --json "$out/sparse/bench.jsonl"
+  for cache in fp8 bf16; do
+    case_of "sparse-bench-$cache" 420 "$python" \
+      "$benchmarks/benchmark_flashinfer_mla_sparse_sm90.py" --cache "$cache" \
+      --json "$out/sparse/bench-$cache.jsonl"
+  done
   if [ -e "$stock" ]; then
     case_of sparse-engine 660 "$python" "$project/scripts/sparse_check.py" \
       --out "$out/sparse-engine" --stock "$stock" --parallel 10 --budget 600

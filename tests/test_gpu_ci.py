@@ -168,9 +168,11 @@ def test_all_parts_run_and_the_summary_has_them(runner):
     parts = "engine,serve,main-job,bench,promises,sparse,timing,two-gpus"
     got, calls = runner("--only", parts, gpus=2)
     assert got.returncode == 0, got.stdout + got.stderr
-    twice = ["apply"] * 2 + ["benchmark_kimi_k3_kv_balanced_mla"]
+    twice = ["apply"] * 2 + [Path(p).stem for p in PARTS if "benchmarks" in p]
     assert sorted(called(calls)) == sorted(twice + [Path(p).stem for p in PARTS])
     assert sum("--accuracy" in line for line in calls) == 1
+    for cache in ("fp8", "bf16"):
+        assert sum(f"--cache {cache}" in line for line in calls) == 1
     assert "| promises: each test | 1 | 0 | 1 | 2 |" in got.stdout
     assert "- 1: no sanitizer here" in got.stdout
     assert "### Decode steps in the engine" in got.stdout

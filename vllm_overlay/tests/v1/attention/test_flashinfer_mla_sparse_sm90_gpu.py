@@ -493,7 +493,9 @@ def measure(stock, heads, fp8, rows_list):
             for name, side in timed.items():
                 line.setdefault(f"run_us_{name}", []).append(graph_us(side.forward))
         for name in timed:
-            line[f"run_us_{name}"] = round(statistics.median(line[f"run_us_{name}"]), 1)
+            turns = line[f"run_us_{name}"]
+            line[f"run_us_{name}"] = round(statistics.median(turns), 1)
+            line[f"run_us_range_{name}"] = [round(min(turns), 1), round(max(turns), 1)]
         state = timed["ours"].builder.state
         if state.flashinfer is not None:
             side = timed["ours"]
@@ -534,7 +536,7 @@ def parts(stock):
         yield f"no-sync-{kind}", 60, check_no_sync, [(k, fp8, own) for k in KINDS]
     yield "both-sides", 60, check_both_sides, [(8,), (16,)]
     for fp8 in (False, True):
-        times = [(stock, 8, fp8, ROWS)]
+        times = [(stock, 8, fp8, ROWS), (stock, 16, fp8, (1, 8, 64, 512))]
         yield f"time-{'fp8' if fp8 else 'bf16'}", 150, measure, times
     yield "many-rows", 40, check_many_rows, [()]
     yield "short-rows", 60, check_short_rows, list(READERS.values())

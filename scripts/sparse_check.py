@@ -230,9 +230,11 @@ def time_turn(
     `rounds` has the medians of all.
     """
     names = [name for name in args.cases.split(";") if name]
-    time_case(llm, recorder, dict(requests=1, context=256), profile=False)
     if not first:
         names = [name for name in names if name in sparse_report.JUDGED]
+    if not names:
+        return
+    time_case(llm, recorder, dict(requests=1, context=256), profile=False)
     kept = result.setdefault("cases", {})
     for case in names:
         profile = first and not args.no_profile
@@ -334,6 +336,13 @@ def run_wave(names: list[str], args: argparse.Namespace, end: float) -> None:
             run.gone(limit)
 
 
+def positive(text: str) -> int:
+    """Return an option's value as an integer of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     made = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -346,12 +355,12 @@ def parser() -> argparse.ArgumentParser:
         help="timed cases, separated by `;` (empty for none): " + "; ".join(CASES),
     )
     made.add_argument("--gpus", default="0", help="GPUs that the runs are spread over")
-    made.add_argument("--parallel", type=int, default=6, help="engines at a time")
+    made.add_argument("--parallel", type=positive, default=6, help="engines at a time")
     made.add_argument("--budget", type=float, default=560, help="seconds in all")
     made.add_argument("--hold", help="a file without which no run is timed yet")
     made.add_argument("--start-limit", type=float, default=300, help="seconds a start")
     made.add_argument("--time-limit", type=float, default=90, help="seconds of a turn")
-    made.add_argument("--rounds", type=int, default=16, help="turns of every engine")
+    made.add_argument("--rounds", type=positive, default=16, help="turns of an engine")
     made.add_argument(
         "--layers", type=int, default=sparse_models.LAYERS, help="of the models"
     )

@@ -166,6 +166,26 @@ def print_times(runs: dict[str, dict[str, Any]]) -> list[str]:
     return bad
 
 
+def lost_turns(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line for each judged case of a run that lacks turns which others had.
+
+    A run lacks them if a turn failed, or if its engine ended before the last round.
+    """
+    bad = []
+    for case in JUDGED:
+        turns = {
+            name: times["rounds"]["step_us"]
+            for name, run in runs.items()
+            if "rounds" in (times := run.get("cases", {}).get(case, {}))
+        }
+        most = max(map(len, turns.values()), default=0)
+        for name, medians in turns.items():
+            timed = sum(us is not None for us in medians)
+            if 0 < timed < most:
+                bad.append(f"{name}, {case}: {timed} of {most} turns, see {name}.log")
+    return bad
+
+
 def print_kernels(runs: dict[str, dict[str, Any]], case: str, rows: int = 5) -> None:
     """Print the largest kernels of each run in one case."""
     for name, run in runs.items():
@@ -243,6 +263,7 @@ def report(out: Path, names: list[str], known: list[str]) -> int:
         )
     bad += print_tokens(runs)
     bad += print_times(runs)
+    bad += lost_turns({n: run for n, run in runs.items() if n in names})
     print(f"\nlargest kernels, {JUDGED[-1]}")
     print_kernels(runs, JUDGED[-1])
     print("\nverdict")

@@ -548,6 +548,33 @@ def test_turns_of_one_round_are_compared():
         assert not won and "no round has ours and glm-fa3" in line
 
 
+def test_lost_turns_fail(tmp_path, capsys):
+    """A turn that failed, and an engine that ended early, are told and fail the run."""
+    three = [990.0, 980.0, 985.0]
+    runs = {
+        "glm-ours": result("glm-ours", rounds=[900.0, None, 905.0]),
+        "glm-stock": result("glm-stock", rounds=three),
+        "glm-fa3": result("glm-fa3", rounds=three[:1]),
+    }
+    for name, run in runs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+    assert sparse_report.report(tmp_path, list(runs), list(runs)) == 1
+    failed = capsys.readouterr().out.split("FAILED")[1].strip(":\n ").splitlines()
+    assert [line.strip() for line in failed] == [
+        f"{name}, {case}: {turns} of 3 turns, see {name}.log"
+        for case in sparse_report.JUDGED
+        for name, turns in (("glm-ours", 2), ("glm-fa3", 1))
+    ]
+
+
+def test_without_cases_nothing_is_timed(tmp_path):
+    args = sparse_check.parser().parse_args(["--cases", ""])
+    result = {"run": "glm-ours"}
+    for first in (True, False):
+        sparse_check.time_turn(None, None, args, result, first=first, save=None)
+    assert result == {"run": "glm-ours"}
+
+
 def test_command_line(tmp_path):
     def run(*options):
         return subprocess.run(
@@ -562,5 +589,10 @@ def test_command_line(tmp_path):
     assert got.returncode == 2 and "dsv32-ours" in got.stderr
     got = run("--cases", "9 x 9", "--out", str(tmp_path))
     assert got.returncode == 2 and "1 x 4096" in got.stderr
+    for option in ("--rounds", "--parallel"):
+        for value in ("0", "-1", "two"):
+            got = run(option, value, "--out", str(tmp_path))
+            assert got.returncode == 2
+            assert f"{option}: {value!r} is not an integer of 1 or more" in got.stderr
     got = run("--report", "--only", "glm-ours", "--out", str(tmp_path))
     assert got.returncode == 1 and "glm-ours: no result" in got.stdout

@@ -7,16 +7,19 @@ For the partials i of one row, in KV order (LSE in log2)::
     w_i = exp2(lse_i - max)     out = sum(w_i O_i) / sum(w_i) * output_scale
                                 lse = log2(sum(w_i)) + max
 
-The partials are fp16, times ``PARTIAL_SCALE``: their rounding, 2 ** -12 at most, is
-small beside that of the result to bf16. An empty partial has LSE -inf and O = 0; if all
+The partials are fp16, times ``PARTIAL_SCALE``: their rounding, 2 ** -11 at most, is
+an eighth of that of the result to bf16. An empty partial has LSE -inf and O = 0; if all
 are empty, out is 0 and the LSE -inf.
 Rows of requests that the plan did not split are not touched: the decode kernel has
 written them.
 
 The grid is constant. Each block reads the plan's split list and loops over units of
-work. Launched programmatically it reads the plan before it waits for the decode: that
-kernel lets it start only when all before are done, and so the planner. It lets the next
-kernel get ready in the same way. A unit is, by the request's number of partials:
+work. Launched programmatically it reads the plan before it waits for the decode: every
+block of that one has waited for all kernels before, hence for the planner, when it lets
+this one start. This one lets the next start at once, so that one must wait before it
+reads or writes global memory, as the next layer's decode does. Every block waits, even
+without splits: whoever waits for this kernel has then waited for the decode too. A unit
+is, by the request's number of partials:
 
 - up to ``FEW_PARTIALS``: 4 rows; each of the 8 warps owns 256 columns of a row.
 - more: 128 columns of one row; the 8 warps share the partials (warp w takes w, w + 8,
@@ -223,7 +226,7 @@ class CombineKernel:
                     )
                 unit = unit + self.blocks
         else:
-            # Not before the decode either: this kernel's end stands for both.
+            # Nor end before the decode: who waits for this kernel relies on both.
             self.wait_for_decode()
 
     @cute.jit

@@ -12,10 +12,6 @@ from pathlib import Path
 
 from engine_jobs import child_command, environment, error_lines, say
 
-# Of the time that is left, a turn of the first round may take so many parts: it has all
-# cases and a profile.
-FIRST_TURN_PARTS = 4
-
 
 class Run:
     """A child process: starting, then waiting for its turn, then timed, then ended."""
@@ -100,6 +96,8 @@ def start_patience(shortest: float, start_limit: float, end: float) -> float:
 def take_turns(runs: list[Run], rounds: int, most: float, end: float) -> None:
     """Give every run one turn in each round; end those that take too long.
 
+    No round begins that the time left is too short for, by the one before it.
+
     Args:
         runs: Runs that wait.
         rounds: Rounds, 1 or more.
@@ -107,24 +105,24 @@ def take_turns(runs: list[Run], rounds: int, most: float, end: float) -> None:
         end: time.time() at which all must be over.
 
     """
-    parts = {
-        (turn, run): FIRST_TURN_PARTS if turn == 0 else 1
-        for turn in range(rounds)
-        for run in range(len(runs))
-    }
-    for (turn, place), part in parts.copy().items():
-        run = runs[place]
-        share = (end - time.time()) * part / sum(parts.values())
-        del parts[turn, place]
-        if run.look() != "waiting":
-            continue
-        run.go()
-        limit = time.time() + min(most, share)
-        while run.look() == "timed" and time.time() < limit:
-            time.sleep(0.02)
-        if run.state == "timed":
-            run.kill("the time of its turn is over")
-            run.gone(time.time() + 3)
+    took = 0.0
+    for turn in range(rounds):
+        begin = time.time()
+        if took > end - begin:
+            say(f"{turn} of {rounds} rounds: there is no time for another")
+            return
+        for place, run in enumerate(runs):
+            share = (end - time.time()) / (len(runs) - place)
+            if run.look() != "waiting":
+                continue
+            run.go()
+            limit = time.time() + min(most, share)
+            while run.look() == "timed" and time.time() < limit:
+                time.sleep(0.02)
+            if run.state == "timed":
+                run.kill("the time of its turn is over")
+                run.gone(time.time() + 3)
+        took = time.time() - begin
 
 
 def let_go(runs: list[Run], limit: float) -> None:

@@ -322,6 +322,16 @@ def test_children_take_turns(wave, tmp_path, capsys):
     assert sum("-ours: ended with 0" in s for s in said) == 2
 
 
+def test_no_round_begins_that_does_not_fit(wave, tmp_path):
+    """All engines have the same turns then, and end by themselves."""
+    said = wave(["dsv32-ours", "glm-ours"], "--rounds", "99", "--budget", "5")
+    (line,) = [s for s in said if "of 99 rounds: there is no time" in s]
+    rounds = int(line.split()[0])
+    order = (tmp_path / "order").read_text().split()
+    assert rounds > 1 and order == ["dsv32-ours", "glm-ours"] * rounds
+    assert sum("ended with 0" in s for s in said) == 2
+
+
 def test_limits_of_time(wave, tmp_path):
     """A child that doesn't start, or doesn't end, is stopped; the rest goes on."""
     said = wave(

@@ -310,23 +310,9 @@ class KvBalancedMla:
             ``[requests * qlen, heads, 512]`` bf16.
 
         """
-        requests = block_table.shape[0]
-        _, block_size, width = cache.shape
-        block_stride = cache.stride(0)
-        assert q.shape == (requests * self.qlen, self.heads, HEAD_DIM), q.shape
-        assert q.is_contiguous() and q.element_size() == 1, (q.stride(), q.dtype)
-        assert q.data_ptr() % 16 == 0, q.data_ptr()
-        assert cache.element_size() == 1 and width == HEAD_DIM, (cache.dtype, width)
-        assert cache.stride()[1:] == (HEAD_DIM, 1), cache.stride()
-        assert block_size % TILE_TOKENS == 0, block_size
-        assert block_stride % 16 == 0, block_stride
-        assert block_table.stride(1) == 1, block_table.stride()
-        assert block_table.dtype == seq_lens.dtype == torch.int32
-        assert seq_lens.shape[0] == requests, (seq_lens.shape, requests)
-        scratch_bytes = workspace.numel() * workspace.element_size()
-        assert scratch_bytes >= self.workspace_bytes, scratch_bytes
         world, rank, interleave = cp
         assert world == 1 or not self.causal or causal_lens is not None, cp
+        self._check_tensors(q, cache, block_table, seq_lens, workspace)
         bounds = seq_lens if causal_lens is None else causal_lens
 
         out = torch.empty(
@@ -337,33 +323,13 @@ class KvBalancedMla:
         lse_ptr = None if lse is None else lse.data_ptr()
         stream = _stream(self.device)
         self._decode(
-            q.data_ptr(),
-            cache.data_ptr(),
-            block_table.data_ptr(),
-            seq_lens.data_ptr(),
-            bounds.data_ptr(),
-            work.data_ptr(),
-            partials,
-            partial_lse,
-            out.data_ptr(),
-            lse_ptr or 0,
-            cache.shape[0],
-            block_size,
-            block_stride,
-            block_table.stride(0),
-            block_table.shape[1],
-            self.groups,
-            self.heads,
-            self.qlen,
-            self.geometry.row_chunks,
-            lse_ptr is not None,
-            world,
-            rank,
-            interleave,
-            softmax_scale * LOG2_E,
-            output_scale,
-            stream,
-        )
+            q.data_ptr(), cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(),
+            bounds.data_ptr(), work.data_ptr(), partials, partial_lse, out.data_ptr(),
+            lse_ptr or 0, cache.shape[0], cache.shape[1], cache.stride(0),
+            block_table.stride(0), block_table.shape[1], self.groups, self.heads,
+            self.qlen, self.geometry.row_chunks, lse_ptr is not None, world, rank,
+            interleave, softmax_scale * LOG2_E, output_scale, stream,
+        )  # fmt: skip
         self._combine(
             partials,
             partial_lse,
@@ -376,6 +342,30 @@ class KvBalancedMla:
             stream,
         )
         return out
+
+    def _check_tensors(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> None:
+        """Assert what ``decode`` says of its tensors."""
+        requests = block_table.shape[0]
+        _, block_size, width = cache.shape
+        assert q.shape == (requests * self.qlen, self.heads, HEAD_DIM), q.shape
+        assert q.is_contiguous() and q.element_size() == 1, (q.stride(), q.dtype)
+        assert q.data_ptr() % 16 == 0, q.data_ptr()
+        assert cache.element_size() == 1 and width == HEAD_DIM, (cache.dtype, width)
+        assert cache.stride()[1:] == (HEAD_DIM, 1), cache.stride()
+        assert block_size % TILE_TOKENS == 0, block_size
+        assert cache.stride(0) % 16 == 0, cache.stride()
+        assert block_table.stride(1) == 1, block_table.stride()
+        assert block_table.dtype == seq_lens.dtype == torch.int32
+        assert seq_lens.shape[0] == requests, (seq_lens.shape, requests)
+        scratch_bytes = workspace.numel() * workspace.element_size()
+        assert scratch_bytes >= self.workspace_bytes, scratch_bytes
 
 
 def _stream(device: torch.device) -> int:

@@ -88,6 +88,31 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         return pair
 
+    def storage(self, k_layout, kr_layout, p_layout) -> Any:
+        """The block's shared memory, as a struct of the DSL."""
+        tile = self.tile
+        stages = tile.kv_stages
+
+        @cute.struct
+        class SharedStorage:
+            full: cute.struct.MemRange[Int64, stages]
+            # The latents' stages, then the rope parts'.
+            empty: cute.struct.MemRange[Int64, stages + tile.rope_stages]
+            p_full: cute.struct.MemRange[Int64, tile.p_units]
+            p_empty: cute.struct.MemRange[Int64, tile.p_units]
+            alpha: cute.struct.MemRange[Float32, 64 * tile.p_stages]
+            flags: cute.struct.Align[
+                cute.struct.MemRange[Int32, SOFTMAX_WARPS * tile.p_units], 16
+            ]
+            inverse: cute.struct.MemRange[Float32, 2 * 64]
+            p: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(p_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(k_layout)], 1024]
+            kr: cute.struct.Align[
+                cute.struct.MemRange[FP8, cute.cosize(kr_layout)], 1024
+            ]
+
+        return SharedStorage
+
     @cute.jit
     def __call__(
         self,
@@ -167,25 +192,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             num_multicast=cluster,
         )
 
-        @cute.struct
-        class SharedStorage:
-            full: cute.struct.MemRange[Int64, stages]
-            # The latents' stages, then the rope parts'.
-            empty: cute.struct.MemRange[Int64, stages + rope_stages]
-            p_full: cute.struct.MemRange[Int64, tile.p_units]
-            p_empty: cute.struct.MemRange[Int64, tile.p_units]
-            alpha: cute.struct.MemRange[Float32, 64 * tile.p_stages]
-            flags: cute.struct.Align[
-                cute.struct.MemRange[Int32, SOFTMAX_WARPS * tile.p_units], 16
-            ]
-            inverse: cute.struct.MemRange[Float32, 2 * 64]
-            p: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(p_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[FP8, cute.cosize(k_layout)], 1024]
-            kr: cute.struct.Align[
-                cute.struct.MemRange[FP8, cute.cosize(kr_layout)], 1024
-            ]
-
-        self.shared_storage = SharedStorage
+        self.shared_storage = self.storage(k_layout, kr_layout, p_layout)
         self.kernel(
             k_atom,
             k_source,
@@ -217,7 +224,7 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             grid=(groups * row_chunks * cluster, 1, 1),
             block=(NUM_THREADS, 1, 1),
             cluster=(cluster, 1, 1),
-            smem=SharedStorage.size_in_bytes(),  # type: ignore[attr-defined]
+            smem=self.shared_storage.size_in_bytes(),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -268,44 +275,9 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
 
         smem = cutlass.utils.SmemAllocator()
         storage = smem.allocate(self.shared_storage)
-        ctx = SharedMemory(
-            full=storage.full.data_ptr(),
-            empty=storage.empty.data_ptr(),
-            rope_empty=storage.empty.data_ptr() + tile.kv_stages,
-            p_full=storage.p_full.data_ptr(),
-            p_empty=storage.p_empty.data_ptr(),
-            sAlpha=storage.alpha.get_tensor(
-                cute.make_layout((64, UNIT_TILES, tile.p_units))
-            ),
-            sFlag=storage.flags.get_tensor(
-                cute.make_layout(
-                    (SOFTMAX_WARPS, tile.p_units), stride=(1, SOFTMAX_WARPS)
-                )
-            ),
-            sInverse=storage.inverse.get_tensor(cute.make_layout((64, 2))),
-            sP=storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
-            sK=storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
-            sKr=storage.kr.get_tensor(kr_layout.outer, swizzle=kr_layout.inner),
-            p_base=Int32(storage.p.data_ptr().toint()),
-            k_base=Int32(storage.k.data_ptr().toint()),
-            flag_base=Int32(storage.flags.data_ptr().toint()),
-        )
+        ctx = self.view(storage, k_layout, kr_layout, p_layout)
         if tid == 0:
-            consumers = (SOFTMAX_WARPS + OUTPUT_WARPS) * tile.cluster
-            for i in cutlass.range_constexpr(tile.kv_stages):
-                cute.arch.mbarrier_init(ctx.full + i, 1)
-                cute.arch.mbarrier_init(ctx.empty + i, consumers)
-            for i in cutlass.range_constexpr(tile.rope_stages):
-                cute.arch.mbarrier_init(
-                    ctx.rope_empty + i, SOFTMAX_WARPS * tile.cluster
-                )
-            for i in cutlass.range_constexpr(tile.p_units):
-                cute.arch.mbarrier_init(
-                    ctx.p_full + i, SOFTMAX_WARPS * self.arrivals_per_warp
-                )
-                cute.arch.mbarrier_init(
-                    ctx.p_empty + i, OUTPUT_WARPS * self.arrivals_per_warp
-                )
+            self.init_barriers(ctx)
         if warp == 0:
             cpasync.prefetch_descriptor(k_atom)
             cpasync.prefetch_descriptor(kr_atom)
@@ -340,34 +312,8 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                source = cute.local_tile(
-                    k_source, (TILE_TOKENS, LATENT), (None, 0, None)
-                )
-                source_r = cute.local_tile(
-                    kr_source, (TILE_TOKENS, ROPE), (None, 0, None)
-                )
-                peers = cute.make_layout(tile.cluster)
-                dst, src = cpasync.tma_partition(
-                    k_atom,
-                    rank,
-                    peers,
-                    cute.group_modes(ctx.sK, 0, 2),
-                    cute.group_modes(source, 0, 2),
-                )
-                dst_r, src_r = cpasync.tma_partition(
-                    kr_atom,
-                    rank,
-                    peers,
-                    cute.group_modes(ctx.sKr, 0, 2),
-                    cute.group_modes(source_r, 0, 2),
-                )
-                self.produce(
-                    ctx,
-                    (k_atom, src, dst, kr_atom, src_r, dst_r),
-                    seg,
-                    mTable,
-                    block_tiles,
-                )
+                tma = self.partition(ctx, k_atom, k_source, kr_atom, kr_source, rank)
+                self.produce(ctx, tma, seg, mTable, block_tiles)
         elif warpgroup_index == 1:
             if const_expr(tile.softmax_registers > self.entry_registers):
                 cute.arch.setmaxregister_increase(tile.softmax_registers)
@@ -403,6 +349,75 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
             )
         # No block may leave while its peer can still write or arrive here.
         self.sync_cluster()
+
+    @cute.jit
+    def view(self, storage, k_layout, kr_layout, p_layout):
+        """What the roles see of the shared memory."""
+        tile = self.tile
+        return SharedMemory(
+            full=storage.full.data_ptr(),
+            empty=storage.empty.data_ptr(),
+            rope_empty=storage.empty.data_ptr() + tile.kv_stages,
+            p_full=storage.p_full.data_ptr(),
+            p_empty=storage.p_empty.data_ptr(),
+            sAlpha=storage.alpha.get_tensor(
+                cute.make_layout((64, UNIT_TILES, tile.p_units))
+            ),
+            sFlag=storage.flags.get_tensor(
+                cute.make_layout(
+                    (SOFTMAX_WARPS, tile.p_units), stride=(1, SOFTMAX_WARPS)
+                )
+            ),
+            sInverse=storage.inverse.get_tensor(cute.make_layout((64, 2))),
+            sP=storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
+            sK=storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
+            sKr=storage.kr.get_tensor(kr_layout.outer, swizzle=kr_layout.inner),
+            p_base=Int32(storage.p.data_ptr().toint()),
+            k_base=Int32(storage.k.data_ptr().toint()),
+            flag_base=Int32(storage.flags.data_ptr().toint()),
+        )
+
+    @cute.jit
+    def partition(
+        self, ctx: cutlass.Constexpr, k_atom, k_source, kr_atom, kr_source, rank
+    ):
+        """The producer's TMA copies: atom, source, destination of both parts."""
+        source = cute.local_tile(k_source, (TILE_TOKENS, LATENT), (None, 0, None))
+        source_r = cute.local_tile(kr_source, (TILE_TOKENS, ROPE), (None, 0, None))
+        peers = cute.make_layout(self.tile.cluster)
+        dst, src = cpasync.tma_partition(
+            k_atom,
+            rank,
+            peers,
+            cute.group_modes(ctx.sK, 0, 2),
+            cute.group_modes(source, 0, 2),
+        )
+        dst_r, src_r = cpasync.tma_partition(
+            kr_atom,
+            rank,
+            peers,
+            cute.group_modes(ctx.sKr, 0, 2),
+            cute.group_modes(source_r, 0, 2),
+        )
+        return k_atom, src, dst, kr_atom, src_r, dst_r
+
+    @cute.jit
+    def init_barriers(self, ctx: cutlass.Constexpr):
+        """Set up every barrier; for one thread."""
+        tile = self.tile
+        consumers = (SOFTMAX_WARPS + OUTPUT_WARPS) * tile.cluster
+        for i in cutlass.range_constexpr(tile.kv_stages):
+            cute.arch.mbarrier_init(ctx.full + i, 1)
+            cute.arch.mbarrier_init(ctx.empty + i, consumers)
+        for i in cutlass.range_constexpr(tile.rope_stages):
+            cute.arch.mbarrier_init(ctx.rope_empty + i, SOFTMAX_WARPS * tile.cluster)
+        for i in cutlass.range_constexpr(tile.p_units):
+            cute.arch.mbarrier_init(
+                ctx.p_full + i, SOFTMAX_WARPS * self.arrivals_per_warp
+            )
+            cute.arch.mbarrier_init(
+                ctx.p_empty + i, OUTPUT_WARPS * self.arrivals_per_warp
+            )
 
     @cute.jit
     def sync_cluster(self):

@@ -133,26 +133,16 @@ class OutputRole(Role):
 
     @cute.jit
     def fast_unit(
-        self,
-        ctx: cutlass.Constexpr,
-        pv: cutlass.Constexpr,
-        tAcc: cutlass.Constexpr,
-        tTmp,
-        tA,
-        tP: cutlass.Constexpr,
-        tTotal,
-        slots,
-        stages,
-        p_unit,
-        offsets,
-        half,
-        sum_address,
-        sums,
+        self, share: cutlass.Constexpr, slots, stages: cutlass.Constexpr, p_unit
     ):
         """A whole unit: four k steps into a temporary, then one fp32 add.
 
         V's first fragment is in ``tA`` already; the KV stages are released here.
+        ``share`` is what all units share (``output``), ``slots`` are the addresses of
+        the unit's tiles.
         """
+        ctx, pv, tAcc, tTmp, tA, tP, tTotal, offsets, half, lane, sum_place = share
+        _, sum_address, sums = sum_place
         tAw = cute.recast_tensor(tA, Uint32)
         split = self.tile.n_split
         size = cute.size(tTmp)
@@ -189,25 +179,15 @@ class OutputRole(Role):
     @cute.jit
     def slow_tile(
         self,
-        ctx: cutlass.Constexpr,
-        pv: cutlass.Constexpr,
-        tAcc: cutlass.Constexpr,
-        tTmp,
-        tA,
-        tP: cutlass.Constexpr,
-        tTotal,
+        share: cutlass.Constexpr,
         slots,
         tile: cutlass.Constexpr,
         p_unit,
         valid,
-        offsets,
-        half,
-        lane,
-        sum_row,
-        sum_address,
-        sums,
     ):
         """One tile with rescaled accumulators and V masked at ``valid`` tokens."""
+        ctx, pv, tAcc, tTmp, tA, tP, tTotal, offsets, half, lane, sum_place = share
+        sum_row, sum_address, sums = sum_place
         if (ctx.sFlag[sum_row // 16, p_unit] >> tile) & 1 != 0:
             tTotal[0] = tTotal[0] * ctx.sAlpha[sum_row, tile, p_unit]
         self.add_row_sum(tTotal, sum_address, UNIT_TILES * p_unit + tile, sums)
@@ -352,6 +332,9 @@ class OutputRole(Role):
         sum_address = ctx.p_base + sum_row * TILE_TOKENS + index % SUM_THREADS * 16
         tTotal = cute.make_rmem_tensor((1,), Float32)
         buffer = Int32(0)
+        # What all units share.
+        place = (sum_row, sum_address, sums)
+        share = (ctx, pv, tAcc, tTmp, tA, tP, tTotal, offsets, half, lane, place)
 
         stage = Int32(0)
         phase = Int32(0)
@@ -380,43 +363,11 @@ class OutputRole(Role):
                     or_of_four(ctx.flag_base + p_unit * 16)
                 )
                 if (moved == 0) & ((unit + 1) * UNIT_TOKENS <= length):
-                    self.fast_unit(
-                        ctx,
-                        pv,
-                        tAcc,
-                        tTmp,
-                        tA,
-                        tP,
-                        tTotal,
-                        slots,
-                        (stage0, stage1),
-                        p_unit,
-                        offsets,
-                        half,
-                        sum_address,
-                        sums,
-                    )
+                    self.fast_unit(share, slots, (stage0, stage1), p_unit)
                 else:
                     for i in cutlass.range_constexpr(UNIT_TILES):
-                        self.slow_tile(
-                            ctx,
-                            pv,
-                            tAcc,
-                            tTmp,
-                            tA,
-                            tP,
-                            tTotal,
-                            slots,
-                            i,
-                            p_unit,
-                            length - unit * UNIT_TOKENS - i * TILE_TOKENS,
-                            offsets,
-                            half,
-                            lane,
-                            sum_row,
-                            sum_address,
-                            sums,
-                        )
+                        valid = length - unit * UNIT_TOKENS - i * TILE_TOKENS
+                        self.slow_tile(share, slots, i, p_unit, valid)
                     self.release_kv(ctx, stage0)
                     self.release_kv(ctx, stage1)
                 self.arrive(ctx.p_empty + p_unit)

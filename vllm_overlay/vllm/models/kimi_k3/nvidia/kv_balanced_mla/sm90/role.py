@@ -19,6 +19,8 @@ s shared, t register):
     tLow        1 if the last unit's P was too small for e4m3's normal range
     tQ, tK, tKr wgmma fragments of the query, the latent and the rope part of the keys
     where       (warp of the warpgroup, lane, shared-memory address of its P row)
+    score       what all tiles of the softmax role share: (shared memory, qk, tQ, tK,
+                tKr, tState, tLow, scale, where)
     qk, pv      (overwriting, accumulating) tiled MMA
 """
 

@@ -21,35 +21,22 @@ class SoftmaxRole(SoftmaxTile):
 
     @cute.jit
     def fast_units(
-        self,
-        ctx: cutlass.Constexpr,
-        qk: cutlass.Constexpr,
-        frags: cutlass.Constexpr,
-        tQ,
-        tK,
-        tKr,
-        tState,
-        tLow,
-        scale,
-        ring,
-        where,
-        units,
+        self, score: cutlass.Constexpr, even, odd, ring: cutlass.Constexpr, units
     ):
         """``units`` (1 or more) units without masked keys.
 
         Each tile's softmax has the next tile's Q K^T in flight and ends when that is
         done, which costs next to nothing: its last wgmmas are issued before the last
         quarter of the exponentials. So none is in flight over the loop's back edge,
-        where ptxas would make them run one by one. ``frags`` are the score fragments of
-        even and odd tiles.
+        where ptxas would make them run one by one. ``even`` and ``odd`` are the score
+        fragments of the tiles of a unit.
 
         Returns:
             ``ring`` after the last unit.
 
         """
+        ctx, qk, tQ, tK, tKr, tState, tLow, scale, where = score
         stage, phase, p_unit, p_phase = ring
-        even, odd = frags
-        score = (ctx, qk, tQ, tK, tKr, tState, tLow, scale, where)
         cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
         self.issue_qk(ctx, qk, even, tQ, tK, tKr, stage, 0, K_STEPS)
         warpgroup.wait_group(0)
@@ -72,7 +59,7 @@ class SoftmaxRole(SoftmaxTile):
     ):
         """Softmax of ``tS`` with the next tile's Q K^T, to ``tNext``, in flight.
 
-        ``score`` is what all tiles share, ``ring`` that of ``tS``'s tile.
+        ``ring`` is that of ``tS``'s tile.
 
         Returns:
             The unit's flag, and ``ring`` of the next tile.
@@ -97,25 +84,21 @@ class SoftmaxRole(SoftmaxTile):
     @cute.jit
     def sequential_unit(
         self,
-        ctx: cutlass.Constexpr,
-        qk: cutlass.Constexpr,
+        score: cutlass.Constexpr,
         tS,
-        tQ,
-        tK,
-        tKr,
-        tState,
-        tLow,
         tBound,
         token0,
-        scale,
-        stage,
-        phase,
-        p_unit,
-        p_phase,
-        where,
+        ring: cutlass.Constexpr,
         masked: cutlass.Constexpr,
     ):
-        """One unit, tile by tile, with or without masked keys."""
+        """One unit, tile by tile, with or without masked keys.
+
+        Returns:
+            ``ring`` after the unit.
+
+        """
+        ctx, qk, tQ, tK, tKr, tState, tLow, scale, where = score
+        stage, phase, p_unit, p_phase = ring
         flag = Int32(0)
         for i in cutlass.range_constexpr(UNIT_TILES):
             cute.arch.mbarrier_wait(ctx.full + stage[0], phase)
@@ -142,6 +125,34 @@ class SoftmaxRole(SoftmaxTile):
                     ctx, tS, tState, tLow, scale, flag, p_unit, p_phase, where, i, None
                 )
         return stage, phase, p_unit, p_phase
+
+    @cute.jit
+    def write_lse(
+        self, tState, mLse, mPartLse, first_row, slot, has_lse, row0, local_row,
+        total_rows,
+    ):  # fmt: skip
+        """Store the LSE of this thread's two rows: the request's, or a partial's.
+
+        The sums of the unrounded probabilities make the LSE; the output role divides by
+        the sums of the rounded ones, which are what it multiplies.
+        """
+        for i in cutlass.range_constexpr(2):
+            total = tState[2 + i]
+            total = total + cute.arch.shuffle_sync_bfly(total, 1)
+            total = total + cute.arch.shuffle_sync_bfly(total, 2)
+            lse = -Float32.inf
+            if total > 0.0:
+                lse = cute.math.log2(total, fastmath=True) + tState[i]
+            row = row0 + 8 * i
+            if (
+                (cute.arch.lane_idx() % 4 == 0)
+                & (row < total_rows)
+                & (local_row + 8 * i < self.tile.rows_per_cta)
+            ):
+                if slot >= 0:
+                    mPartLse[slot * total_rows + row] = lse
+                elif has_lse != 0:
+                    mLse[first_row + row] = lse
 
     @cute.jit
     def visible_keys(self, seg, request, length, row):
@@ -204,6 +215,9 @@ class SoftmaxRole(SoftmaxTile):
         p_chunk = (lane >> 4) ^ ((p_row >> 1) & 3)
         where = (warp, lane, ctx.p_base + p_row * TILE_TOKENS + p_chunk * 16)
 
+        # What all tiles share.
+        score = (ctx, qk, tQ, tK, tKr, tState, tLow, scale, where)
+
         local_row = warp * 16 + lane // 4
         row0 = row_base + local_row
         row1 = row0 + 8
@@ -245,82 +259,25 @@ class SoftmaxRole(SoftmaxTile):
             unit = unit_end - 1
             while unit >= unit_begin:
                 token0 = unit * (UNIT_TOKENS)
+                ring = (stage, phase, p_unit, p_phase)
                 if unit < free_end:
                     if const_expr(self.tile.interleaved):
                         stage, phase, p_unit, p_phase = self.fast_units(
-                            ctx,
-                            qk,
-                            (tA, tB),
-                            tQ,
-                            tK,
-                            tKr,
-                            tState,
-                            tLow,
-                            scale,
-                            (stage, phase, p_unit, p_phase),
-                            where,
-                            unit + 1 - unit_begin,
+                            score, tA, tB, ring, unit + 1 - unit_begin
                         )
                         unit = unit_begin - 1
                     else:
                         stage, phase, p_unit, p_phase = self.sequential_unit(
-                            ctx,
-                            qk,
-                            tA,
-                            tQ,
-                            tK,
-                            tKr,
-                            tState,
-                            tLow,
-                            tBound,
-                            token0,
-                            scale,
-                            stage,
-                            phase,
-                            p_unit,
-                            p_phase,
-                            where,
-                            False,
+                            score, tA, tBound, token0, ring, False
                         )
                         unit = unit - 1
                 else:
                     stage, phase, p_unit, p_phase = self.sequential_unit(
-                        ctx,
-                        qk,
-                        tA,
-                        tQ,
-                        tK,
-                        tKr,
-                        tState,
-                        tLow,
-                        tBound,
-                        token0,
-                        scale,
-                        stage,
-                        phase,
-                        p_unit,
-                        p_phase,
-                        where,
-                        True,
+                        score, tA, tBound, token0, ring, True
                     )
                     unit = unit - 1
 
-            # The sums of the unrounded probabilities make the LSE; the output role
-            # divides by the sums of the rounded ones, which are what it multiplies.
-            for i in cutlass.range_constexpr(2):
-                total = tState[2 + i]
-                total = total + cute.arch.shuffle_sync_bfly(total, 1)
-                total = total + cute.arch.shuffle_sync_bfly(total, 2)
-                lse = -Float32.inf
-                if total > 0.0:
-                    lse = cute.math.log2(total, fastmath=True) + tState[i]
-                row = row0 + 8 * i
-                if (
-                    (lane % 4 == 0)
-                    & (row < total_rows)
-                    & (local_row + 8 * i < self.tile.rows_per_cta)
-                ):
-                    if slot >= 0:
-                        mPartLse[slot * total_rows + row] = lse
-                    elif has_lse != 0:
-                        mLse[first_row + row] = lse
+            self.write_lse(
+                tState, mLse, mPartLse, first_row, slot, has_lse, row0, local_row,
+                total_rows,
+            )  # fmt: skip

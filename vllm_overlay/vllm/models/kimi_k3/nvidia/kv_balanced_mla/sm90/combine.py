@@ -40,7 +40,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from .. import plan
 from ..config import LATENT, PARTIAL_BYTES, PARTIAL_SCALE
 from .launcher import Launcher
-from .ptx import exp2_approx, fma, pack_bf16x2
+from .ptx import exp2_approx, fma, pack_x2
 from .warp import inclusive_scan
 
 WARPS = 8
@@ -347,8 +347,8 @@ class CombineKernel:
             for b in cutlass.range_constexpr(FEW_BANDS):
                 store_words(
                     address + 2 * b * BAND,
-                    pack_bf16x2(tAcc[4 * b] * factor, tAcc[4 * b + 1] * factor),
-                    pack_bf16x2(tAcc[4 * b + 2] * factor, tAcc[4 * b + 3] * factor),
+                    pack_x2("bf16", tAcc[4 * b] * factor, tAcc[4 * b + 1] * factor),
+                    pack_x2("bf16", tAcc[4 * b + 2] * factor, tAcc[4 * b + 3] * factor),
                 )
             if (has_lse != 0) & (column == 0):
                 (mLse + line).store(lse)
@@ -393,7 +393,7 @@ class CombineKernel:
             mWord = cute.make_tensor(
                 mOut + (Int64(line) * LATENT + band + column) // 2, cute.make_layout(1)
             )
-            mWord[0] = pack_bf16x2(low * factor, high * factor)
+            mWord[0] = pack_x2("bf16", low * factor, high * factor)
             if (has_lse != 0) & (band + column == 0):
                 (mLse + line).store(lse)
         cute.arch.sync_threads()

@@ -312,8 +312,9 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                tma = self.partition(ctx, k_atom, k_source, kr_atom, kr_source, rank)
-                self.produce(ctx, tma, seg, mTable, block_tiles)
+                latent = self.partition(k_atom, k_source, ctx.sK, LATENT, rank)
+                rope = self.partition(kr_atom, kr_source, ctx.sKr, ROPE, rank)
+                self.produce(ctx, latent + rope, seg, mTable, block_tiles)
         elif warpgroup_index == 1:
             if const_expr(tile.softmax_registers > self.entry_registers):
                 cute.arch.setmaxregister_increase(tile.softmax_registers)
@@ -378,28 +379,17 @@ class DecodeKernel(ProducerRole, SoftmaxRole, OutputRole):
         )
 
     @cute.jit
-    def partition(
-        self, ctx: cutlass.Constexpr, k_atom, k_source, kr_atom, kr_source, rank
-    ):
-        """The producer's TMA copies: atom, source, destination of both parts."""
-        source = cute.local_tile(k_source, (TILE_TOKENS, LATENT), (None, 0, None))
-        source_r = cute.local_tile(kr_source, (TILE_TOKENS, ROPE), (None, 0, None))
-        peers = cute.make_layout(self.tile.cluster)
+    def partition(self, atom, source, destination, width: cutlass.Constexpr, rank):
+        """This block's share of a TMA copy: atom, source, destination."""
+        tiles = cute.local_tile(source, (TILE_TOKENS, width), (None, 0, None))
         dst, src = cpasync.tma_partition(
-            k_atom,
+            atom,
             rank,
-            peers,
-            cute.group_modes(ctx.sK, 0, 2),
-            cute.group_modes(source, 0, 2),
+            cute.make_layout(self.tile.cluster),
+            cute.group_modes(destination, 0, 2),
+            cute.group_modes(tiles, 0, 2),
         )
-        dst_r, src_r = cpasync.tma_partition(
-            kr_atom,
-            rank,
-            peers,
-            cute.group_modes(ctx.sKr, 0, 2),
-            cute.group_modes(source_r, 0, 2),
-        )
-        return k_atom, src, dst, kr_atom, src_r, dst_r
+        return atom, src, dst
 
     @cute.jit
     def init_barriers(self, ctx: cutlass.Constexpr):

@@ -34,13 +34,7 @@ from ..config import (
     UNIT_TOKENS,
     WARPGROUP_THREADS,
 )
-from .ptx import (
-    ldmatrix_x4_trans,
-    or_of_four,
-    pack_bf16x2,
-    pack_f16x2,
-    sum_e4m3x16,
-)
+from .ptx import ldmatrix_x4_trans, or_of_four, pack_x2, sum_e4m3x16
 from .role import Role
 
 TILE_K_STEPS = TILE_TOKENS // 32
@@ -255,30 +249,40 @@ class OutputRole(Role):
                 row = row_base + local_row
                 inverse = ctx.sInverse[local_row, buffer]
                 if row < total_rows:
+                    first = 4 * b + j
                     if slot >= 0:
-                        mWord = self.row_words(mPart, slot * total_rows + row, column)
+                        line = slot * total_rows + row
                         factor = inverse * PARTIAL_SCALE
-                        for m in cutlass.range_constexpr(OUTPUT_M_TILES):
-                            mWord[32 * m] = pack_f16x2(
-                                tAcc[m][4 * b + j] * factor,
-                                tAcc[m][4 * b + j + 2] * factor,
-                            )
+                        self.store_row("f16", mPart, line, column, tAcc, first, factor)
                     else:
-                        mWord = self.row_words(mOut, request * total_rows + row, column)
+                        line = request * total_rows + row
                         factor = inverse * output_scale
-                        for m in cutlass.range_constexpr(OUTPUT_M_TILES):
-                            mWord[32 * m] = pack_bf16x2(
-                                tAcc[m][4 * b + j] * factor,
-                                tAcc[m][4 * b + j + 2] * factor,
-                            )
+                        self.store_row("bf16", mOut, line, column, tAcc, first, factor)
 
     @cute.jit
-    def row_words(self, words, line, column):
-        """Words of two values of row ``line`` from ``column`` on."""
-        return cute.make_tensor(
+    def store_row(
+        self,
+        kind: cutlass.Constexpr,
+        words,
+        line,
+        column,
+        tAcc: cutlass.Constexpr,
+        first: cutlass.Constexpr,
+        factor,
+    ):
+        """Store this thread's part of row ``line`` times ``factor``, two values a word.
+
+        ``first`` is the row's first accumulator in each m tile.
+
+        """
+        mWord = cute.make_tensor(
             words + (Int64(line) * (LATENT // 2) + column // 2),
             cute.make_layout(LATENT // 2),
         )
+        for m in cutlass.range_constexpr(OUTPUT_M_TILES):
+            mWord[32 * m] = pack_x2(
+                kind, tAcc[m][first] * factor, tAcc[m][first + 2] * factor
+            )
 
     @cute.jit
     def output(

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """PTX wrappers that the Hopper decode kernel needs and the DSL has no atom for."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
@@ -64,20 +65,10 @@ def pack_e4m3x4(a: Float32, b: Float32, c: Float32, d: Float32):
 
 
 @cute.jit
-def pack_bf16x2(low: Float32, high: Float32):
-    """Round two fp32 values to bf16; ``low`` is the lower half."""
+def pack_x2(kind: cutlass.Constexpr, low: Float32, high: Float32):
+    """Round two fp32 values to ``kind``, "bf16" or "f16"; ``low`` is the lower half."""
     return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-    )
-
-
-@cute.jit
-def pack_f16x2(low: Float32, high: Float32):
-    """Round two fp32 values to fp16; ``low`` is the lower half."""
-    return cute.arch.inline_ptx(
-        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+        f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};",
         write_only_types=[Uint32],
         read_only_args=[low, high],
     )

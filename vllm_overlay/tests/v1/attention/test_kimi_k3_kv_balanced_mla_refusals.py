@@ -102,6 +102,10 @@ def test_query_tuple(core):
         ),
         (torch.zeros(2, 4, 512).to(utils.FP8), r"shape \(2, 4, 512\)"),
         (torch.zeros(2, 4, 1152).to(utils.FP8)[..., ::2], "not contiguous"),
+        (
+            torch.zeros(2 * 4 * 576 + 4).to(utils.FP8)[4:].view(2, 4, 576),
+            "starts at byte 4 of a 16-byte line, it must start at byte 0",
+        ),
     ],
 )
 def test_wrong_query(core, q, match):

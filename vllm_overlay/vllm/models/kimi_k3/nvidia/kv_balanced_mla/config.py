@@ -18,6 +18,8 @@ TILE_TOKENS = 64
 UNIT_TOKENS = 128
 """KV tokens between two promotions of the FP8 accumulator to fp32."""
 UNIT_TILES = UNIT_TOKENS // TILE_TOKENS
+QUERY_ALIGNMENT = 16
+"""Bytes that the query's address is a multiple of: one load of the kernel."""
 PARTIAL_BYTES = 2
 """Bytes of one value of a partial output: fp16, normalised, times PARTIAL_SCALE."""
 PARTIAL_SCALE = 128.0

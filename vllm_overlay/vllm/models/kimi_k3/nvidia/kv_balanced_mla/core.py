@@ -17,6 +17,7 @@ from .config import (
     HEAD_DIM,
     LATENT,
     PARTIAL_BYTES,
+    QUERY_ALIGNMENT,
     TILE_TOKENS,
     DecodeGeometry,
     DecodeTile,
@@ -291,7 +292,8 @@ class KvBalancedMla:
         """Run the decode over a plan of the same lengths.
 
         Args:
-            q: ``[requests * qlen, heads, 576]`` FP8 e4m3, contiguous.
+            q: ``[requests * qlen, heads, 576]`` FP8 e4m3, contiguous, 16-byte
+                aligned.
             cache: ``[num_blocks, block_size, 576]`` FP8; block_size a multiple of 64,
                 the block stride a multiple of 16 bytes.
             block_table: int32 ``[requests, max_blocks]``, rows may be strided.
@@ -356,7 +358,7 @@ class KvBalancedMla:
         _, block_size, width = cache.shape
         assert q.shape == (requests * self.qlen, self.heads, HEAD_DIM), q.shape
         assert q.is_contiguous() and q.element_size() == 1, (q.stride(), q.dtype)
-        assert q.data_ptr() % 16 == 0, q.data_ptr()
+        assert q.data_ptr() % QUERY_ALIGNMENT == 0, q.data_ptr()
         assert cache.element_size() == 1 and width == HEAD_DIM, (cache.dtype, width)
         assert cache.stride()[1:] == (HEAD_DIM, 1), cache.stride()
         assert block_size % TILE_TOKENS == 0, block_size

@@ -32,7 +32,11 @@ from vllm.models.kimi_k3.nvidia.kv_balanced_mla.buffers import (
     Plan,
     in_ubatch,
 )
-from vllm.models.kimi_k3.nvidia.kv_balanced_mla.config import LATENT, ROPE
+from vllm.models.kimi_k3.nvidia.kv_balanced_mla.config import (
+    LATENT,
+    QUERY_ALIGNMENT,
+    ROPE,
+)
 from vllm.models.kimi_k3.nvidia.kv_balanced_mla.trimmed import TrimmedRows
 from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.worker import ubatching
@@ -432,6 +436,11 @@ class KvBalancedDecode:
             )
         if not q.is_contiguous():
             reasons.append(f"the query is not contiguous (strides {q.stride()})")
+        if q.data_ptr() % QUERY_ALIGNMENT:
+            reasons.append(
+                f"the query starts at byte {q.data_ptr() % QUERY_ALIGNMENT} of a "
+                f"{QUERY_ALIGNMENT}-byte line, it must start at byte 0"
+            )
         return reasons, q.shape[0]
 
     def register_warmup(self) -> None:

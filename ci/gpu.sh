@@ -26,6 +26,9 @@ to the file that GITHUB_STEP_SUMMARY names.
   timing     scripts/engine_timing.py: decode steps of the engine against stock's
   two-gpus   scripts/two_gpu_check.py, where there are two Hopper GPUs
 
+The GPUs are those that CUDA_VISIBLE_DEVICES names, else every one of compute capability
+9.0. Of several, engine and timing use two, two-gpus too, and the other parts the first.
+
 Part by part, a failure doesn't stop the others, and each has a time limit. SIGINT or
 SIGTERM ends the part that runs; the others are left out, and said so. KVPATCH_ENV
 names an environment that exists already. If it has vLLM and wasn't made by
@@ -122,7 +125,16 @@ PY
 )
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$out/gpu.csv"
-hoppers=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -cx '9\.0')
+# The parts' scripts take nvidia-smi's numbers, which count by the bus.
+export CUDA_DEVICE_ORDER=PCI_BUS_ID
+if [ -z "${CUDA_VISIBLE_DEVICES:-}" ]; then
+  CUDA_VISIBLE_DEVICES=$(nvidia-smi --query-gpu=index,compute_cap --format=csv,noheader |
+    sed -n 's/, *9\.0$//p' | paste -sd, -)
+  export CUDA_VISIBLE_DEVICES
+fi
+hoppers=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
+first=${CUDA_VISIBLE_DEVICES%%,*}
+two=$(cut -d, -f1,2 <<<"$CUDA_VISIBLE_DEVICES")
 
 if wanted tests && [ "$own" = 0 ]; then
   case_of tests 1800 "$project/scripts/test.sh" --fast --junit "$out"
@@ -180,7 +192,8 @@ if wanted engine; then
   runs+=,ours-dspark-graph,ours-dspark-bf16-draft,ours-dspark-by-batch,ours-k3
   runs+=,ours-dspark-adaptive,ours-ngram-graph,ours-mixed,ours-dspark-groups
   case_of engine 960 "$python" "$project/scripts/engine_check.py" --only "$runs" \
-    --parallel 6 --timeout 420 --budget 480 --out "$out/engine"
+    --gpus "$two" --parallel $((hoppers > 1 ? 4 : 6)) --timeout 420 --budget 480 \
+    --out "$out/engine"
 fi
 if wanted serve; then
   case_of serve 600 "$python" "$project/scripts/serve_check.py" --out "$out/serve"
@@ -217,18 +230,20 @@ if wanted sparse; then
   done
   if [ -e "$stock" ]; then
     case_of sparse-engine 660 "$python" "$project/scripts/sparse_check.py" \
-      --out "$out/sparse-engine" --stock "$stock" --parallel 10 --budget 600
+      --out "$out/sparse-engine" --stock "$stock" --gpus "$first" --parallel 10 \
+      --budget 600
   else
     skip_case sparse-engine "vLLM's own sparse file is not kept at $stock"
   fi
 fi
 if wanted timing; then
   case_of timing 960 "$python" "$project/scripts/engine_timing.py" --out "$out/timing" \
-    --timeout 300 --budget 600
+    --gpus "$two" --timeout 300 --budget 600
 fi
 if wanted two-gpus; then
   if [ "$hoppers" -ge 2 ]; then
-    case_of two-gpus 510 "$python" "$project/scripts/two_gpu_check.py" --out "$out/two-gpus"
+    case_of two-gpus 600 "$python" "$project/scripts/two_gpu_check.py" --out "$out/two-gpus" \
+      --gpus "$two"
   else
     skip_case two-gpus "it needs two Hopper GPUs and there is $hoppers"
   fi

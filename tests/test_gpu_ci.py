@@ -108,13 +108,15 @@ def runner(tmp_path):
     )
     tools.mkdir()
     (tools / "nvidia-smi").write_text(
-        '#!/bin/sh\ncase "$*" in\n*compute_cap*) printf "$GPUS";;\n'
+        '#!/bin/sh\ncase "$*" in\n*index,compute_cap*) printf "$GPUS" | '
+        "awk '{print NR - 1 \", \" $1}';;\n"
+        '*compute_cap*) printf "$GPUS";;\n'
         "*) printf 'name\\nNVIDIA H200\\n';;\nesac\n"
     )
     for path in (env / "python", tools / "nvidia-smi"):
         path.chmod(0o755)
 
-    def run(*words, gpus=1, **more):
+    def run(*words, gpus="9.0", **more):
         calls = tmp_path / "calls"
         calls.write_text("")
         record = (ROOT / "ci/baseline/gpu_ratios.json").read_text()
@@ -124,8 +126,8 @@ def runner(tmp_path):
             text=True,
             env=dict(os.environ, PATH=f"{tools}:{os.environ['PATH']}",
                      KVPATCH_ENV=str(env.parent), PYTHONPATH=str(site),
-                     CALLS=str(calls), GPUS="9.0\\n" * gpus,
-                     **{"RATIOS": record, **more}),
+                     CALLS=str(calls), GPUS="\\n".join(gpus.split()) + "\\n",
+                     **{"RATIOS": record, "CUDA_VISIBLE_DEVICES": "", **more}),
         )  # fmt: skip
         return got, calls.read_text().splitlines()
 
@@ -166,7 +168,7 @@ def test_upstreams_tests_run_on_one_backend_with_configs_of_their_own(runner):
 
 def test_all_parts_run_and_the_summary_has_them(runner):
     parts = "engine,serve,main-job,bench,promises,sparse,timing,two-gpus"
-    got, calls = runner("--only", parts, gpus=2)
+    got, calls = runner("--only", parts, gpus="9.0 9.0")
     assert got.returncode == 0, got.stdout + got.stderr
     twice = ["apply"] * 2 + [Path(p).stem for p in PARTS if "benchmarks" in p]
     assert sorted(called(calls)) == sorted(twice + [Path(p).stem for p in PARTS])
@@ -177,6 +179,31 @@ def test_all_parts_run_and_the_summary_has_them(runner):
     assert "- 1: no sanitizer here" in got.stdout
     assert "### Decode steps in the engine" in got.stdout
     assert "| bench-ratios | 1 | 0 | 0 |" in got.stdout
+
+
+def options_of(calls, name):
+    """The options of the one call of a part's script."""
+    (line,) = [line for line in calls if line.split()[0] == name]
+    return line + " "
+
+
+def test_parts_run_on_the_hoppers_of_a_mixed_host(runner):
+    parts = "engine,timing,two-gpus,sparse"
+    got, calls = runner("--only", parts, gpus="8.9 9.0 9.0 9.0")
+    assert got.returncode == 0, got.stdout + got.stderr
+    for name in ("engine_check", "engine_timing", "two_gpu_check"):
+        assert "--gpus 1,2 " in options_of(calls, name)
+    assert "--gpus 1 " in options_of(calls, "sparse_check")
+
+
+def test_parts_keep_to_the_visible_devices(runner):
+    got, calls = runner(
+        "--only", "engine,timing,two-gpus", gpus="9.0 " * 8, CUDA_VISIBLE_DEVICES="6"
+    )
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert "--gpus 6 --parallel 6 " in options_of(calls, "engine_check")
+    assert "--gpus 6 " in options_of(calls, "engine_timing")
+    assert "two Hopper GPUs and there is 1" in got.stdout
 
 
 def test_two_gpus_are_left_out_where_there_is_one(runner):

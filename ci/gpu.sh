@@ -14,7 +14,8 @@ to the file that GITHUB_STEP_SUMMARY names.
 
   tests      the overlay's and this repository's tests
   upstream   vLLM's own MLA backend and selector tests, which our patches extend, with
-             model configs of ci/offline_hub.py instead of the hub's
+             model configs of ci/offline_hub.py instead of the hub's; where only other
+             backends' results are wrong, the failure is told as vLLM's own
   upstream-quick  of these, what runs this backend; not in the default list
   engine     scripts/engine_check.py: backends compared through vLLM's engine
   serve      scripts/serve_check.py: the tiny model through the OpenAI endpoint
@@ -113,6 +114,12 @@ else
 fi
 export PATH="$env_dir/bin:$PATH"
 no_tree="there is no source tree in build/vllm"
+# pytest-xdist where there is one: most of these tests' time is the processor's.
+spread=()
+if has xdist; then
+  cores=$(nproc)
+  spread=(-n "$((cores < 4 ? 1 : cores > 32 ? 16 : cores / 2))")
+fi
 stock=$("$python" -P - <<'PY'
 import importlib.util
 from pathlib import Path
@@ -147,7 +154,8 @@ elif wanted tests; then
       mapfile -t files < <(cd "$project/vllm_overlay" && find tests -name 'test_*.py' | sort)
       cd "$(tests_root)"
       HF_HUB_OFFLINE=1 case_of overlay-tests 1800 "$python" -m pytest -p no:cacheprovider \
-        -W ignore -q -rs --no-header --junitxml="$out/overlay.xml" "${files[@]}"
+        -W ignore -q -rs --no-header --junitxml="$out/overlay.xml" \
+        "${spread[@]}" ${spread:+--dist loadfile} "${files[@]}"
       cd "$project"
     else
       skip_case overlay-tests "$no_tree"
@@ -172,7 +180,8 @@ for part in upstream upstream-quick; do
   fi
   cd "$(tests_root)"
   if [ "$part" = upstream ]; then
-    case_of upstream 2400 "${upstream[@]}" --junitxml="$out/upstream-tests.xml" \
+    case_of upstream 5400 "${upstream[@]}" --junitxml="$out/upstream-tests.xml" -rx \
+      -p stock_mla_failures --judged-backend KIMI_K3_KV_BALANCED_MLA "${spread[@]}" \
       tests/v1/attention/test_mla_backends.py \
       tests/v1/attention/test_flashinfer_mla_sparse_sm90.py \
       tests/kernels/attention/test_attention_selector.py \

@@ -47,6 +47,8 @@ def env(tmp_path_factory):
 
 def apply(env, *args):
     variables = dict(os.environ, PYTHON=str(env[0]))
+    # It would put this Python's own vllm before the environment's copy.
+    variables.pop("PYTHONPATH", None)
     return subprocess.run(
         [ROOT / "scripts/apply.sh", "--installed", *args],
         env=variables,

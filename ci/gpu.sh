@@ -240,7 +240,7 @@ if wanted sparse; then
   if [ -e "$stock" ]; then
     case_of sparse-engine 660 "$python" "$project/scripts/sparse_check.py" \
       --out "$out/sparse-engine" --stock "$stock" --gpus "$first" --parallel 10 \
-      --budget 600
+      --budget 600 --tolerance 0.1
   else
     skip_case sparse-engine "vLLM's own sparse file is not kept at $stock"
   fi

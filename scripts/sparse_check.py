@@ -17,7 +17,7 @@ compared are the turns of one round.
 Needs vLLM 0.33.0 with this patch set, DeepGEMM (part of vLLM's wheel), and a Hopper
 GPU. Writes DIR/<run>.json and DIR/<run>.log per run, whatever time allows, and
 DIR/sparse_check.jsonl; ends with tables and a verdict, and exits with 1 if a run
-failed, a limit was passed, or ours is not the fastest.
+failed, a limit was passed, or ours is not the fastest (see --tolerance).
 """
 
 from __future__ import annotations
@@ -343,6 +343,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """Return an option's value as a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     made = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -360,6 +371,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hold", help="a file without which no run is timed yet")
     made.add_argument("--start-limit", type=float, default=300, help="seconds a start")
     made.add_argument("--time-limit", type=float, default=90, help="seconds of a turn")
+    made.add_argument(
+        "--tolerance", type=share, default=0.0, help="ours may be slower by this share"
+    )
     made.add_argument("--rounds", type=positive, default=16, help="turns of an engine")
     made.add_argument(
         "--layers", type=int, default=sparse_models.LAYERS, help="of the models"
@@ -402,7 +416,7 @@ def main() -> int:
         for first in range(0, len(possible), args.parallel):
             if time.time() < end:
                 run_wave(possible[first : first + args.parallel], args, end)
-    return sparse_report.report(out, names, list(RUNS))
+    return sparse_report.report(out, names, list(RUNS), args.tolerance)
 
 
 if __name__ == "__main__":

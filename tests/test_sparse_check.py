@@ -465,11 +465,13 @@ def result(name, median=1000.0, shift=0.0, rounds=None, **more):
     times = dict(
         step_us=step(median),
         build_us=step(50.0),
-        graph_us=step(300.0),
+        graph_us=step(median / 3),
         busy_us=310.0,
         kernels=[[100.0, 3.0, "attention"]],
-        rounds=dict(step_us=rounds or [median], build_us=[50.0], graph_us=[300.0]),
+        rounds=dict(step_us=rounds or [median], build_us=[50.0]),
     )
+    graphs = [us and us / 3 for us in times["rounds"]["step_us"]]
+    times["rounds"]["graph_us"] = graphs
     run = dict(
         sparse_check.RUNS[name],
         run=name,
@@ -504,7 +506,8 @@ def test_report_passes(tmp_path, capsys):
     )
     assert sparse_report.report(tmp_path, names, list(sparse_check.RUNS)) == 0
     text = capsys.readouterr().out
-    assert "dsv32-ours, 1 x 4096: ours is the fastest" in text
+    for what in ("step", "graph"):
+        assert f"dsv32-ours, 1 x 4096, {what}: ours is the fastest" in text
     assert "dsv32-fa3 1.06 x (ours ahead in 1 of 1 rounds)" in text
     assert "2/3, gap <= 0.25" in text
     assert "all checks passed" in text
@@ -558,6 +561,48 @@ def test_turns_of_one_round_are_compared():
         assert not won and "no round has ours and glm-fa3" in line
 
 
+def test_graphs_are_judged_beside_the_steps():
+    """The GPU's time is told from the host's; without graphs it isn't judged."""
+    runs = {
+        "glm-ours": result("glm-ours", rounds=[1010.0, 1020.0]),
+        "glm-stock": result("glm-stock", rounds=[1100.0, 1100.0]),
+        "glm-fa3": result("glm-fa3", rounds=[1000.0, 1000.0]),
+    }
+
+    def graphs(**times):
+        for run in runs.values():
+            for case in run["cases"].values():
+                case["rounds"]["graph_us"] = times[run["run"].split("-")[1]]
+
+    graphs(ours=[400.0, 410.0], stock=[440.0, 450.0], fa3=[430.0, 420.0])
+    told = list(sparse_report.verdicts(runs))
+    assert [good for _, good in told] == [False, True] * 2
+    assert "8 x 4096, graph: ours is the fastest" in told[3][0]
+    graphs(ours=[400.0], stock=[440.0], fa3=[390.0])
+    assert not any(good for _, good in sparse_report.verdicts(runs))
+    graphs(ours=[None], stock=[None], fa3=[None])
+    assert [", step: " in line for line, _ in sparse_report.verdicts(runs)] == [True] * 2
+    graphs(ours=[400.0], stock=[440.0], fa3=[None])
+    assert "glm-fa3 has no time" in list(sparse_report.verdicts(runs))[1][0]
+
+
+@pytest.mark.parametrize(("tolerance", "good"), [(0.0, False), (0.04, False), (0.06, True)])
+def test_a_time_within_the_tolerance_is_told_and_good(tolerance, good, tmp_path, capsys):
+    names = write(
+        tmp_path,
+        [
+            result("dsv32-ours", 1050.0),
+            result("dsv32-stock", 1100.0),
+            result("dsv32-fa3", 1000.0),
+        ],
+    )
+    code = sparse_report.report(tmp_path, names, list(sparse_check.RUNS), tolerance)
+    assert code == (not good)
+    text = capsys.readouterr().out
+    assert "dsv32-fa3 is faster" in text
+    assert (", within 6 %;" in text) == good
+
+
 def test_lost_turns_fail(tmp_path, capsys):
     """A turn that failed, and an engine that ended early, are told and fail the run."""
     three = [990.0, 980.0, 985.0]
@@ -597,6 +642,8 @@ def test_command_line(tmp_path):
     assert got.returncode == 2 and "pass --stock FILE" in got.stderr
     got = run("--only", "nothing", "--out", str(tmp_path))
     assert got.returncode == 2 and "dsv32-ours" in got.stderr
+    got = run("--tolerance", "-0.1", "--out", str(tmp_path))
+    assert got.returncode == 2 and "0 to 1" in got.stderr
     got = run("--cases", "9 x 9", "--out", str(tmp_path))
     assert got.returncode == 2 and "1 x 4096" in got.stderr
     for option in ("--rounds", "--parallel"):

@@ -420,6 +420,7 @@ def test_scale_covers_latent_rope_and_value(k_scale, rope):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_tiles(tile, splits):
     """A row shorter than the pipeline, one that fills it, and one beyond it."""
+    assert tile.shared_bytes(ROPE) <= shared.SHARED_BYTES  # the emulator has no limit
     lens = [1, tile.tokens * tile.stages, 5 * tile.tokens + 1]
     Case(lens, 700, 8, ROPE).check(tile=tile, splits=splits)
 

@@ -14,8 +14,7 @@ to the file that GITHUB_STEP_SUMMARY names.
 
   tests      the overlay's and this repository's tests
   upstream   vLLM's own MLA backend and selector tests, which our patches extend, with
-             model configs of ci/offline_hub.py instead of the hub's; where only other
-             backends' results are wrong, the failure is told as vLLM's own
+             model configs of ci/offline_hub.py instead of the hub's
   upstream-quick  of these, what runs this backend; not in the default list
   engine     scripts/engine_check.py: backends compared through vLLM's engine
   serve      scripts/serve_check.py: the tiny model through the OpenAI endpoint
@@ -65,6 +64,13 @@ python="$env_dir/bin/python"
 # -P: packages of the current folder are not the environment's.
 has() { "$python" -P -c 'import importlib.util, sys
 sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1" 2>/dev/null; }
+# With pytest-xdist, because most of the GPU tests' time is the processor's.
+spread=()
+spread_tests() {
+  local cores
+  cores=$(nproc)
+  if has xdist; then spread=(-n "$((cores < 4 ? 1 : cores > 32 ? 16 : cores / 2))"); fi
+}
 wanted() { case ",$only," in *",$1,"*) return 0 ;; *) return 1 ;; esac; }
 stopped="" child=""
 # shellcheck disable=SC2329  # the trap calls it
@@ -114,12 +120,6 @@ else
 fi
 export PATH="$env_dir/bin:$PATH"
 no_tree="there is no source tree in build/vllm"
-# pytest-xdist where there is one: most of these tests' time is the processor's.
-spread=()
-if has xdist; then
-  cores=$(nproc)
-  spread=(-n "$((cores < 4 ? 1 : cores > 32 ? 16 : cores / 2))")
-fi
 stock=$("$python" -P - <<'PY'
 import importlib.util
 from pathlib import Path
@@ -153,6 +153,7 @@ elif wanted tests; then
     if [ "$tree" = 1 ]; then
       mapfile -t files < <(cd "$project/vllm_overlay" && find tests -name 'test_*.py' | sort)
       cd "$(tests_root)"
+      spread_tests
       HF_HUB_OFFLINE=1 case_of overlay-tests 1800 "$python" -m pytest -p no:cacheprovider \
         -W ignore -q -rs --no-header --junitxml="$out/overlay.xml" \
         "${spread[@]}" ${spread:+--dist loadfile} "${files[@]}"
@@ -180,8 +181,9 @@ for part in upstream upstream-quick; do
   fi
   cd "$(tests_root)"
   if [ "$part" = upstream ]; then
-    case_of upstream 5400 "${upstream[@]}" --junitxml="$out/upstream-tests.xml" -rx \
-      -p stock_mla_failures --judged-backend KIMI_K3_KV_BALANCED_MLA "${spread[@]}" \
+    spread_tests
+    case_of upstream 5400 "${upstream[@]}" --junitxml="$out/upstream-tests.xml" \
+      "${spread[@]}" \
       tests/v1/attention/test_mla_backends.py \
       tests/v1/attention/test_flashinfer_mla_sparse_sm90.py \
       tests/kernels/attention/test_attention_selector.py \

@@ -9,7 +9,7 @@ tokens that part at near ties only, with and without the DSpark draft, eager and
 CUDA graphs; one plan a forward on each rank. The timed runs decode 32 requests of 32k
 tokens, 12 heads a rank and 8 query tokens, with DCP 2 and with TP 2 alone.
 
-    python scripts/two_gpu_check.py --out DIR [--gpus 0,1] [--budget 450]
+    python scripts/two_gpu_check.py --out DIR [--gpus 0,1] [--budget 560]
 
 Engines start together and generate two at a time (see `engine_jobs.turn`).
 Timed runs measure last and alone; what still runs when their time comes is killed once
@@ -399,7 +399,7 @@ def parser() -> argparse.ArgumentParser:
         "--turns", type=int, default=2, help="engines that generate at a time"
     )
     made.add_argument(
-        "--budget", type=float, default=450, help="every run ends by then, s"
+        "--budget", type=float, default=560, help="every run ends by then, s"
     )
     made.add_argument("--timeout", type=float, default=600, help="seconds a run")
     made.add_argument("--steps", type=int, default=16, help="forced steps")

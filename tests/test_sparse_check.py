@@ -581,13 +581,19 @@ def test_graphs_are_judged_beside_the_steps():
     graphs(ours=[400.0], stock=[440.0], fa3=[390.0])
     assert not any(good for _, good in sparse_report.verdicts(runs))
     graphs(ours=[None], stock=[None], fa3=[None])
-    assert [", step: " in line for line, _ in sparse_report.verdicts(runs)] == [True] * 2
+    assert [", step: " in line for line, _ in sparse_report.verdicts(runs)] == [
+        True
+    ] * 2
     graphs(ours=[400.0], stock=[440.0], fa3=[None])
     assert "glm-fa3 has no time" in list(sparse_report.verdicts(runs))[1][0]
 
 
-@pytest.mark.parametrize(("tolerance", "good"), [(0.0, False), (0.04, False), (0.06, True)])
-def test_a_time_within_the_tolerance_is_told_and_good(tolerance, good, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("tolerance", "good"), [(0.0, False), (0.04, False), (0.06, True)]
+)
+def test_a_time_within_the_tolerance_is_told_and_good(
+    tolerance, good, tmp_path, capsys
+):
     names = write(
         tmp_path,
         [

@@ -2,6 +2,7 @@
 """Entry point of the scripts: `python scripts/kv.py COMMAND ...`."""
 
 import importlib
+import os
 import sys
 
 COMMANDS = {
@@ -32,13 +33,19 @@ def main() -> int:
     from kvpatch.errors import PatchSetError
 
     try:
-        return importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:])
+        status = importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:])
+        sys.stdout.flush()
+        return status
     except PatchSetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was left half done", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Who read the output (`| head`) is gone; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

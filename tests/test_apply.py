@@ -248,6 +248,21 @@ def killed_run(tiny, tree, after, number, *args):
     )
 
 
+def test_output_that_nobody_reads_is_no_traceback(tiny, tmp_path):
+    tree = tiny.tree(tmp_path / "t")
+    words = [sys.executable, SCRIPTS / "kv.py", "apply", str(tree), "--no-import"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [*words, "--project", str(tiny.root), "--status"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert ran.returncode == 141 and ran.stderr == ""
+
+
 @pytest.mark.parametrize("after", [0, 2, 5])
 def test_a_killed_run_is_repaired_by_the_next(tiny, tmp_path, after, capsys):
     tree = tiny.tree(tmp_path / "t")

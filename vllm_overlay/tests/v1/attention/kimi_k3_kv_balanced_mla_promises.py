@@ -4,7 +4,7 @@
 
 The same tests run on a Hopper GPU with the real kernels, and on the CPU with the
 stand-in of ``kimi_k3_kv_balanced_mla_utils``; everything of vLLM's is real in both.
-They need no pytest: ``scripts/promises.py`` calls them one by one.
+They need no pytest: what they share are context managers, so a script may call them.
 """
 
 import importlib.util

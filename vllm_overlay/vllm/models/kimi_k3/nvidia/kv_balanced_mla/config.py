@@ -159,8 +159,8 @@ class DecodeGeometry:
 SMALL_TILES = tuple(DecodeTile(rows, 1) for rows in (16, 32, 48, 64))
 """Up to 64 rows: one block, its own KV stream."""
 LARGE_TILES = ((DecodeTile(48, 2), 1.0), (DecodeTile(64, 2), 1.13))
-"""More rows: a cluster of two, with the relative time of one pass over the KV (on an
-H200: see docs/measurements). It decides between more chunks of 96 and fewer of 128."""
+"""More rows: a cluster of two, with the relative time of one pass over the KV, as
+measured on an H200. It decides between more chunks of 96 and fewer of 128."""
 TILES = SMALL_TILES + tuple(tile for tile, _ in LARGE_TILES)
 """Every tile that a shape can choose."""
 

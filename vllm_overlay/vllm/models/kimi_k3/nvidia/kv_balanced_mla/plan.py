@@ -48,7 +48,7 @@ COST_SCALE = 4
 ITEM_COST = 14
 """Fixed cost of one segment (3.5 units): loading Q, filling the pipeline, epilogue.
 
-From times on an H200 (3 to 3.5 units): docs/measurements."""
+From times on an H200, which give 3 to 3.5 units."""
 EMPTY_COST = 4
 """Cost of a request of length 0 (1 unit): writing zeros."""
 SPLIT_COST = 3

@@ -39,6 +39,7 @@ TEXT
 
 out="$project/build/gpu"
 only=tests,upstream,engine,serve,main-job,bench,promises,sparse,timing,two-gpus
+parts="$only,upstream-quick"
 while [ $# -gt 0 ]; do
   case $1 in
     --out | --only)
@@ -51,14 +52,37 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+IFS=, read -ra asked <<<"$only"
+unknown=()
+for part in "${asked[@]}"; do
+  case ",$parts," in
+    *",$part,"*) ;;
+    *) unknown+=("'$part'") ;;
+  esac
+done
+if [ ${#asked[@]} = 0 ]; then unknown=("''"); fi
+if [ ${#unknown[@]} -gt 0 ]; then
+  die "--only names what is no part" "got:     ${unknown[*]}" "allowed: ${parts//,/, }" \
+    "to do:   name parts with commas between them and no spaces; see --help"
+fi
 if [ "$(machine_kind)" != gpu ]; then
   die "this needs a Hopper GPU" "got:     no GPU of compute capability 9.0" \
     "to do:   run .ci/run on machines without one"
 fi
 mkdir -p "$out"
 out=$(cd -- "$out" && pwd)
-rm -f "$out"/*.xml "$out"/*.json "$out/summary.md" "$out/promises/promises.json" \
-  "$out/timing/engine_timing.md" "$out/two-gpus/two_gpu_check.md"
+wanted() { case ",$only," in *",$1,"*) return 0 ;; *) return 1 ;; esac; }
+rm -f "$out"/*.xml "$out"/*.json "$out/bench.png" "$out/summary.md" \
+  "$out/promises/promises.json" "$out/timing/engine_timing.md" \
+  "$out/two-gpus/two_gpu_check.md"
+# A runner keeps build/ between runs: what a part left then is no result of this run.
+# Without gpu.csv the folder is somebody's own, of which nothing may go.
+if [ -e "$out/gpu.csv" ]; then
+  for part in engine serve promises sparse timing two-gpus; do
+    if wanted "$part"; then rm -rf "${out:?}/$part"; fi
+  done
+  if wanted sparse; then rm -rf "$out/sparse-engine"; fi
+fi
 python="$env_dir/bin/python"
 
 # -P: packages of the current folder are not the environment's.
@@ -71,28 +95,35 @@ spread_tests() {
   cores=$(nproc)
   if has xdist; then spread=(-n "$((cores < 4 ? 1 : cores > 32 ? 16 : cores / 2))"); fi
 }
-wanted() { case ",$only," in *",$1,"*) return 0 ;; *) return 1 ;; esac; }
-stopped="" child=""
+stopped="" child="" last_code=0 lost=()
 # shellcheck disable=SC2329  # the trap calls it
 stop() {
   stopped=yes
   if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null || true; fi
 }
 trap stop INT TERM
-case_of() { # NAME SECONDS COMMAND...
+case_of() { # NAME SECONDS COMMAND...; last_code tells how it ended
   local name=$1 limit=$2
   shift 2
+  last_code=0
   if [ -n "$stopped" ]; then
     # A second interrupt may end this too; the summary is still due.
     skip_case "$name" "this run was interrupted" || true
+    last_code=130
     return
   fi
   step "$name (at most $limit s)"
   # In the background, because a trap waits for what runs in the foreground.
   "$python" "$project/ci/run_case.py" --junit "$out" --limit "$limit" "$name" -- "$@" &
   child=$!
-  while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+  wait "$child" || last_code=$?
+  while kill -0 "$child" 2>/dev/null; do
+    last_code=0
+    wait "$child" || last_code=$?
+  done
   child=""
+  # The summary reads the XML, so it can't tell of a case that left none.
+  if [ ! -e "$out/$name.xml" ]; then lost+=("$name"); fi
 }
 skip_case() { # NAME REASON
   step "$1"
@@ -165,24 +196,33 @@ elif wanted tests; then
     skip_case tests "the environment has no pytest"
   fi
 fi
-if wanted upstream || wanted upstream-quick; then
+no_upstream=""
+if [ "$tree" = 0 ]; then
+  no_upstream=$no_tree
+elif wanted upstream || wanted upstream-quick; then
   if [ "$own" = 0 ]; then
-    "$python" -m pip install -qq -r "$project/ci/requirements-test.txt"
+    case_of upstream-packages 600 "$python" -m pip install -qq \
+      --disable-pip-version-check --progress-bar off -r "$project/ci/requirements-test.txt"
+    if [ "$last_code" != 0 ]; then no_upstream="upstream-packages failed"; fi
   fi
-  "$python" "$project/ci/offline_hub.py" "$out/hub"
+  if [ -z "$no_upstream" ]; then
+    case_of upstream-configs 60 "$python" "$project/ci/offline_hub.py" "$out/hub"
+    if [ "$last_code" != 0 ]; then no_upstream="upstream-configs failed"; fi
+  fi
+  if [ -n "$stopped" ]; then no_upstream="this run was interrupted"; fi
 fi
 upstream=(env HF_HOME="$out/hub" HF_HUB_OFFLINE=1 "PYTHONPATH=$project/ci${PYTHONPATH:+:$PYTHONPATH}"
   "$python" -m pytest -q -W ignore -p no:cacheprovider)
 for part in upstream upstream-quick; do
   if ! wanted "$part"; then continue; fi
-  if [ "$tree" = 0 ]; then
-    skip_case "$part" "$no_tree"
+  if [ -n "$no_upstream" ]; then
+    skip_case "$part" "$no_upstream"
     continue
   fi
   cd "$(tests_root)"
   if [ "$part" = upstream ]; then
     spread_tests
-    case_of upstream 5400 "${upstream[@]}" --junitxml="$out/upstream-tests.xml" \
+    case_of upstream 4200 "${upstream[@]}" --junitxml="$out/upstream-tests.xml" \
       "${spread[@]}" \
       tests/v1/attention/test_mla_backends.py \
       tests/v1/attention/test_flashinfer_mla_sparse_sm90.py \
@@ -266,5 +306,9 @@ code=0
   >"$out/summary.md" || code=$?
 cat "$out/summary.md"
 if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then cat "$out/summary.md" >>"$GITHUB_STEP_SUMMARY"; fi
+if [ ${#lost[@]} -gt 0 ]; then
+  printf 'error: %s ended without a result\n' "${lost[@]}" >&2
+  code=1
+fi
 if [ -n "$stopped" ]; then code=130; fi
 exit "$code"

@@ -122,3 +122,23 @@ def test_workflow_is_locked_down():
     assert uses and all(len(u.partition("@")[2]) == 40 for u in uses)
     assert "permissions:\n  contents: read" in text
     assert "write" not in text and "secrets" not in text
+
+
+def test_the_cpu_jobs_script_uses_the_environment_that_is_named(tmp_path):
+    """scripts/test.sh sets up KVPATCH_ENV; the check after it takes that one."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/run").write_bytes((ROOT / ".ci/run").read_bytes())
+    (tmp_path / ".ci/run").chmod(0o755)
+    for name in ("scripts/test.sh", "scripts/verify.sh", "ci/lint.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('#!/bin/sh\necho "$0 with $PYTHON"\n')
+        (tmp_path / name).chmod(0o755)
+    for named, want in (("/some/env", "/some/env"), (None, ".venv")):
+        env = {k: v for k, v in os.environ.items() if k not in ("KVPATCH_ENV",)}
+        if named:
+            env["KVPATCH_ENV"] = named
+        ran = subprocess.run(
+            [tmp_path / ".ci/run"], env=env, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert f"scripts/verify.sh with {want}/bin/python\n" in ran.stdout

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -103,7 +104,8 @@ def runner(tmp_path):
     (kept / "flashinfer_mla_sparse_sm90.py").write_text("")
     env.mkdir(parents=True)
     (env / "python").write_text(
-        f'#!/bin/sh\ncase "$*" in *"-m pip"*) echo "pip" >>"$CALLS"; exit 1;; esac\n'
+        '#!/bin/sh\ncase "$1 $2" in\n'
+        '"-m pip") echo "pip" >>"$CALLS"; exit "${PIP:-1}";;\nesac\n'
         f'exec {sys.executable} "$@"\n'
     )
     tools.mkdir()
@@ -151,6 +153,79 @@ def test_a_runners_own_environment_needs_no_network(runner):
     assert "no source tree in build/vllm" in got.stdout
     (engine,) = [line for line in calls if line.startswith("sparse_check")]
     assert ".kv-balanced-mla/stock" in engine and "--parallel 10" in engine
+
+
+@pytest.mark.parametrize("only", ["typo", "serve,typo,main_job", "", "serve, timing"])
+def test_unknown_parts_are_refused_before_anything_else(runner, only):
+    got, calls = runner("--only", only, gpus="8.0")
+    assert got.returncode == 1 and calls == [] and not runner.out.exists()
+    assert "this needs a Hopper GPU" not in got.stderr
+    for name in only.split(","):
+        assert (f"'{name}'" in got.stderr) == (name != "serve")
+    assert "allowed: tests, upstream, engine" in got.stderr
+    assert "two-gpus, upstream-quick\n" in got.stderr
+
+
+def test_a_failed_preparation_leaves_out_upstreams_tests_alone(runner):
+    (runner.env / ".kvpatch-gpu").touch()
+    got, calls = runner("--only", "upstream,upstream-quick,timing")
+    assert got.returncode == 1 and "pip" in calls, got.stdout
+    assert "engine_timing" in called(calls)
+    assert "| upstream-packages | 0 | 1 | 0 |" in got.stdout
+    for part in ("upstream", "upstream-quick"):
+        assert f"| {part} | 0 | 0 | 1 |" in got.stdout
+    assert "- 2: upstream-packages failed" in got.stdout
+    assert "`ci::upstream-packages`: exit status 1" in got.stdout
+
+
+def test_configs_that_cannot_be_written_leave_out_upstreams_tests_alone(runner):
+    real = runner.out / "hub/hub/models--deepseek-ai--DeepSeek-R1/refs"
+    real.mkdir(parents=True)
+    (real / "main").write_text("f" * 40)
+    got, calls = runner("--only", "upstream-quick,timing")
+    assert got.returncode == 1 and "engine_timing" in called(calls)
+    assert "| upstream-configs | 0 | 1 | 0 |" in got.stdout
+    assert "- 1: upstream-configs failed" in got.stdout
+
+
+def test_results_of_an_earlier_run_go_where_the_part_is_asked_for(runner):
+    """Also those of a part that then writes nothing; and nothing of others."""
+    runner("--only", "sparse")
+    folders = ("engine", "serve", "promises", "sparse", "sparse-engine", "timing")
+    for name in folders:
+        (runner.out / name).mkdir(exist_ok=True)
+        (runner.out / name / "old.log").write_text("")
+    (runner.out / "bench.png").write_text("")
+    asked = folders[:2] + folders[3:5]
+    got, _ = runner("--only", "engine,serve,sparse", BROKEN="serve_check")
+    assert got.returncode == 1
+    left = [name for name in folders if (runner.out / name / "old.log").exists()]
+    assert left == [name for name in folders if name not in asked]
+    assert not (runner.out / "bench.png").exists()
+
+
+def test_a_folder_that_no_run_wrote_keeps_its_subfolders(runner):
+    (runner.out / "engine").mkdir(parents=True)
+    (runner.out / "engine/mine.txt").write_text("")
+    got, _ = runner("--only", "engine")
+    assert got.returncode == 0 and (runner.out / "engine/mine.txt").exists()
+
+
+@pytest.mark.parametrize("stamp", [True, False])
+def test_the_limits_of_all_parts_fit_into_the_jobs(runner, stamp):
+    """With the time to end a part, and half an hour to set the runner up."""
+    if stamp:
+        (runner.env / ".kvpatch-gpu").touch()
+    got, _ = runner(gpus="9.0 9.0", PIP="0")
+    limits = dict(re.findall(r"\] (\S+) \(at most (\d+) s\)", got.stdout))
+    assert {"engine", "upstream", "two-gpus", "accuracy"} < set(limits), got.stdout
+    assert ("upstream-packages" in limits) == stamp
+    # run_case.py gives a part that much between asking it to end and ending it.
+    total = sum(int(limit) + 20 for limit in limits.values())
+    for name, key in ((".github/workflows/ci.yml", "timeout-minutes"),
+                      (".buildkite/pipeline.yml", "timeout_in_minutes")):  # fmt: skip
+        found = re.findall(rf"{key}: (\d+)", (ROOT / name).read_text())
+        assert total + 1800 <= max(map(int, found)) * 60, (name, total)
 
 
 def test_an_environment_of_setup_is_brought_up_to_date(runner):
@@ -233,6 +308,19 @@ def test_a_failed_part_fails_the_run_after_the_others(runner, broken):
     assert "exit status 3" in got.stdout.split("==> ")[-1]
     if broken == "promises":
         assert "- `c`: wrong bits" in got.stdout
+
+
+def test_a_part_that_leaves_no_result_fails_the_run(runner):
+    """As where run_case.py itself was killed."""
+    case = runner.env.parent / "project/ci/run_case.py"
+    text = case.read_text().replace(
+        "    args = made.parse_args()\n",
+        "    args = made.parse_args()\n    if args.name == 'serve': sys.exit(9)\n",
+    )
+    case.write_text(text)
+    got, calls = runner("--only", "serve,timing")
+    assert got.returncode == 1 and "engine_timing" in called(calls)
+    assert "error: serve ended without a result" in got.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of the scripts: `python scripts/kv.py COMMAND ...`."""
 
@@ -27,8 +28,12 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    usage = f"usage: scripts/kv.py {{{','.join(COMMANDS)}}} ...; --help after a command"
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(usage)
+        return 0
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        print(f"usage: kv.py {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
+        print(usage, file=sys.stderr)
         return 2
     from kvpatch.errors import PatchSetError
 
@@ -43,7 +48,7 @@ def main() -> int:
         print("interrupted; nothing was left half done", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Who read the output (`| head`) is gone; Python would complain once more at exit.
+        # Who read the output (`| head`) is gone; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

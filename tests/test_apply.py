@@ -101,6 +101,20 @@ def test_a_clone_of_another_tag(tiny, tmp_path):
     assert "1.3.0 (git tag v1.3.0)" in fails(tiny, tree)
 
 
+@pytest.mark.parametrize("release", [[], ["-a", "-m", "release"]])
+def test_a_candidates_tag_on_the_release_doesnt_hide_it(tiny, tmp_path, release):
+    """An annotated tag wins over a lightweight one in `git describe`."""
+    tree = tiny.tree(tmp_path / "t", "clone")
+    git(tree, "tag", "-d", "v1.2.3")
+    git(tree, "tag", *release, "v1.2.3")
+    git(tree, "tag", "-a", "-m", "candidate", "v1.2.3rc2")
+    found = open_tree(tree, tiny.load().pin)
+    assert (found.version, found.evidence) == ("1.2.3", "git tag v1.2.3")
+    assert run(tiny, tree) == 0
+    git(tree, "commit", "--allow-empty", "-qm", "next")
+    assert open_tree(tree, tiny.load().pin).evidence.endswith("+ 1 commits")
+
+
 def test_not_a_tree(tiny, tmp_path):
     tree = tiny.tree(tmp_path / "t")
     assert "pass its parent" in fails(tiny, tree / "vllm")
@@ -362,6 +376,64 @@ def test_status_as_json(tiny, tree, capsys):
     (tree / LAYER).write_text("edited\n")
     assert run(tiny, tree, "--status") == 1
     assert "half patched or edited" in capsys.readouterr().out
+
+
+def test_json_without_status_is_refused(tiny, tree, capsys):
+    before = snapshot(tree)
+    for words in ([], ["--check"], ["--reverse"]):
+        with pytest.raises(SystemExit) as caught:
+            run(tiny, tree, "--json", *words)
+        assert caught.value.code == 2
+        assert "--json goes with --status" in capsys.readouterr().err
+        assert snapshot(tree) == before
+
+
+def test_the_columns_of_status_stand_apart(tiny, tree, capsys):
+    run(tiny, tree)
+    capsys.readouterr()
+    run(tiny, tree, "--status")
+    rows = [r.split() for r in capsys.readouterr().out.split("\n") if "vllm/" in r]
+    digest = hashlib.sha256((tree / BACKEND).read_bytes()).hexdigest()
+    assert ["overlay", digest[:16], "patched", BACKEND] in rows
+    assert len(rows) == 5 and {row[0] for row in rows} == {"overlay", "patch", "shadow"}
+
+
+def test_an_edited_file_of_ours_is_called_edited(tiny, tree, capsys):
+    run(tiny, tree)
+    for path in (BACKEND, LAYER, SHADOWED):
+        (tree / path).write_text("mine\n")
+    capsys.readouterr()
+    assert run(tiny, tree, "--status", "--json") == 1
+    why = {
+        f["path"]: f["why"]
+        for f in json.loads(capsys.readouterr().out)["files"]
+        if "why" in f
+    }
+    assert set(why) == {BACKEND, LAYER, SHADOWED}
+    for text in why.values():
+        assert "edited since it was applied" in text and "[shadow]" not in text
+        assert "scripts/export.sh" in text and "--reverse --discard" in text
+
+
+def test_a_tree_of_an_older_state_that_patched_less_was_not_reinstalled(
+    tiny, tmp_path, capsys
+):
+    tree = tiny.tree(tmp_path / "t")
+    series = tiny.root / "patches/series"
+    whole = series.read_text()
+    series.write_text("layer-gate.patch\nregistry-add.patch\n")
+    hook = tiny.root / "patches/layer-hook.patch"
+    hook.rename(tmp_path / hook.name)
+    run(tiny, tree)
+    (tmp_path / hook.name).rename(hook)
+    series.write_text(whole)
+    capsys.readouterr()
+    assert run(tiny, tree, "--status") == 1
+    said = capsys.readouterr().out
+    assert f"stock    {TEST}" in said
+    assert "patched by another state of this patch set: apply updates it" in said
+    assert run(tiny, tree) == 0
+    assert "test_hook" in (tree / TEST).read_text()
 
 
 def test_an_upgrade_underneath_is_noticed_and_cleaned(tiny, tmp_path, capsys):

@@ -44,6 +44,30 @@ def test_help_works_from_any_folder(script, tmp_path):
     assert len(ran.stdout) > 80 and not list(tmp_path.iterdir())
 
 
+def test_the_commands_run_as_the_documentation_writes_them(tmp_path):
+    """`scripts/kv.py COMMAND`, without an interpreter before it."""
+    found = Path(sys.executable).parent
+    env = dict(os.environ, PATH=f"{found}:{os.environ['PATH']}")
+
+    def kv(*words):
+        return subprocess.run(
+            [ROOT / "scripts/kv.py", *words],
+            cwd=tmp_path, env=env, capture_output=True, text=True,
+        )  # fmt: skip
+
+    for word in ("--help", "-h"):
+        ran = kv(word)
+        assert ran.returncode == 0 and "baseline" in ran.stdout, ran.stderr
+    names = kv("--help").stdout.partition("{")[2].partition("}")[0].split(",")
+    assert "baseline" in names
+    for name in names:
+        ran = kv(name, "--help")
+        assert ran.returncode == 0 and "usage: " in ran.stdout, ran.stderr
+    for words in ([], ["nothing"]):
+        ran = kv(*words)
+        assert ran.returncode == 2 and "usage: scripts/kv.py" in ran.stderr
+
+
 def test_a_case_keeps_status_and_tail(tmp_path):
     words = ["-c", "print('hello'); raise SystemExit(3)"]
     ran = python(ROOT / "ci/run_case.py", "--junit", tmp_path, "engine", "--",

@@ -370,7 +370,11 @@ def status(target: Target, patch_set: PatchSet) -> tuple[dict[str, Any], int]:
     elif state.is_stock:
         word = "stock"
     elif record and not state.of(OTHER):
-        stock = [f for f in state.of(STOCK) if f.origin != "overlay"]
+        # What this state patches and the recorded one didn't was stock all along.
+        noted = record["files"]
+        stock = [
+            f for f in state.of(STOCK) if f.origin != "overlay" and f.path in noted
+        ]
         word = (
             "vLLM was reinstalled underneath: apply patches it again"
             if stock

@@ -111,7 +111,7 @@ def _print_status(facts: dict, as_json: bool) -> None:
         print(f"  patch  {patch['sha256'][:16]}  {patch['name']}")
     for file in facts["files"]:
         print(
-            f"  {file['origin']:<7}{(file['sha256'] or '-')[:16]:<16}  "
+            f"  {file['origin']:<9}{(file['sha256'] or '-')[:16]:<16}  "
             f"{file['state']:<8} {file['path']}"
         )
         if "why" in file:
@@ -126,6 +126,8 @@ def main(argv: list[str]) -> int:
         made.error("TARGET and --installed exclude each other")
     if args.discard and not args.reverse:
         made.error("--discard goes with --reverse")
+    if args.json and not args.status:
+        made.error("--json goes with --status")
     here = Path(__file__).resolve().parents[2]
     patch_set = load_patch_set(args.project or here)
     if args.installed:

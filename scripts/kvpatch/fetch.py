@@ -136,9 +136,10 @@ def fetch_release(
     if given is not None:
         if not given.is_file():
             raise PatchSetError(
-                "the file given with --sdist isn't there",
+                f"the file given with {'--wheel' if wheel else '--sdist'} isn't there",
                 got=str(given),
-                allowed=f"{what} (.tar.gz)",
+                allowed=f"{what} ({'.whl' if wheel else '.tar.gz'})",
+                todo="check the path, or leave it out to fetch the file",
             )
         _check_hash(given, sha256)
         return given

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from .patchset import load_patch_set
@@ -10,9 +11,7 @@ from .patchset import load_patch_set
 
 def main(argv: list[str]) -> int:
     """Run `kv.py load`; return 0 when every part parses and they agree."""
-    if argv:
-        print("usage: kv.py load")
-        return 2
+    argparse.ArgumentParser(prog="kv.py load", description=__doc__).parse_args(argv)
     ps = load_patch_set(Path(__file__).resolve().parents[2])
     for patch in ps.patches:
         files = ", ".join(f.path for f in patch.files)

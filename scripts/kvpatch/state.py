@@ -14,6 +14,10 @@ from .patchset import PatchSet, patched_bytes, stock_bytes
 from .target import Target
 from .transact import STATE_DIR, interrupted, read_json, read_or_none
 
+EDITED = (
+    "edited since it was applied; keep the edit with scripts/export.sh, or drop it "
+    "with --reverse --discard"
+)
 STOCK, PATCHED, RECORDED, PARTIAL, OTHER = (
     "stock",
     "patched",
@@ -142,7 +146,8 @@ def _look_at(root: Path, ps: PatchSet, path: str, noted: str | None) -> FileStat
                     f"{parts[count][0].name} is not"
                 )
                 return state
-        state.why = _first_miss(now, parts)
+        edited = noted is not None and noted != sha256(now)
+        state.why = EDITED if edited else _first_miss(now, parts)
     return state
 
 
@@ -182,6 +187,8 @@ def _look_at_overlay(
         state.kind = STOCK
     elif now is not None and noted == sha256(now):
         state.kind = RECORDED
+    elif now is not None and noted:
+        state.why = EDITED
     elif pinned:
         got = "no file" if now is None else f"sha256 {sha256(now)}"
         state.why = f"{got}; UPSTREAM.toml [shadow] says {pinned}"

@@ -145,6 +145,10 @@ def git(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 def _clone_version(root: Path, pin: Pin) -> tuple[str, str]:
     try:
+        # describe prefers an annotated tag of the same commit, as of a candidate.
+        here = git(root, "tag", "--points-at", "HEAD").stdout.split()
+        if pin.tag in here:
+            return pin.version, f"git tag {pin.tag}"
         described = git(root, "describe", "--tags", "--long", "--match", "v[0-9]*")
     except FileNotFoundError:
         described = None

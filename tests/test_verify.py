@@ -10,7 +10,20 @@ import zipfile
 import pytest
 from conftest import BACKEND, PIN, SHADOWED
 from kvpatch import baseline, export, verify
+from kvpatch.errors import PatchSetError
 
+SPLIT = """
+[[pr]]
+name = "all"
+title = "[Area] all"
+patches = ["registry-*", "layer-*"]
+overlay = ["vllm/fast/*", "vllm/slow.py"]
+issues = []
+searches = []
+overview = "All."
+claims = []
+details = ""
+"""
 HEAD = "\n".join(verify.SPDX) + "\n"
 
 
@@ -29,7 +42,10 @@ def project(tiny, tmp_path):
             tar.addfile(info, io.BytesIO(text.encode()))
     digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
     shadow = hashlib.sha256(tiny.stock[SHADOWED].encode()).hexdigest()
-    (tiny.root / "UPSTREAM.toml").write_text(PIN.format(sdist=digest, shadow=shadow))
+    pin = PIN.format(sdist=digest, shadow=shadow)
+    pin = pin.replace('x86_64_sha256 = "00"', f'x86_64_sha256 = "{"0" * 64}"')
+    (tiny.root / "UPSTREAM.toml").write_text(pin)
+    (tiny.root / "patches/pull_requests.toml").write_text(SPLIT)
     tiny.sdist = sdist
     words = ["--project", str(tiny.root), "--sdist", str(sdist)]
     export.main(["--rewrite", *words])
@@ -55,6 +71,7 @@ def change(tiny, path, old, new):
 
 
 GATE = "patches/layer-gate.patch"
+SPLITS, NO_HASH = "patches/pull_requests.toml", "0" * 64
 
 
 @pytest.mark.parametrize(
@@ -64,6 +81,12 @@ GATE = "patches/layer-gate.patch"
         (GATE, "Forwarded: no", "Forwarded: yes", "headers", "Forwarded: 'yes'"),
         (GATE, "Kind: hook", "Kind: bugfix", "headers", "-"),
         (GATE, "Remove-When: upstream has it\n", "", "headers", "no Remove-When"),
+        (GATE, "When: upstream has it", "When: TODO", "headers", "When: TODO"),
+        (GATE, "Why this can't", "TODO: why this can't", "headers", "TODO: why"),
+        (SPLITS, '"layer-*"', '"lay-*"', "split", "patches/layer-gate.patch"),
+        (SPLITS, "vllm/fast/*", "vllm/slow/*", "split", f"vllm_overlay/{BACKEND}"),
+        ("UPSTREAM.toml", NO_HASH, NO_HASH[2:], "pin's hashes", "(62 characters)"),
+        ("UPSTREAM.toml", NO_HASH, "G" + NO_HASH[1:], "pin's hashes", "wheel_x86"),
         (GATE, "area: edit", "edit", "headers", "isn't `<area>: <what>`"),
         (GATE, "tests/test_layer.py", "tests/none.py", "patched tree", "none.py"),
         (GATE, "From: A Developer", "To: A Developer", "headers", "git am"),
@@ -71,7 +94,13 @@ GATE = "patches/layer-gate.patch"
         (GATE, "\ndiff --git", "\n\ndiff --git", "re-export", "layer-gate.patch"),
         ("vllm_overlay/" + BACKEND, HEAD, "", "licence", BACKEND),
         ("UPSTREAM.toml", '"vllm/slow.py" = "', '# "', "[shadow]", "doesn't list"),
-        ("UPSTREAM.toml", '"vllm/slow.py" = "', '"vllm/slow.py" = "0', "[shad", "0"),
+        (
+            "UPSTREAM.toml",
+            '"vllm/slow.py" = "',
+            f'"vllm/slow.py" = "{"0" * 64}"#',
+            "[shad",
+            "0",
+        ),
     ],
 )
 def test_a_broken_promise_is_a_miss(project, capsys, path, old, new, row, says):
@@ -85,6 +114,63 @@ def test_a_broken_promise_is_a_miss(project, capsys, path, old, new, row, says):
     misses = [part for part in said.split("\n") if part.startswith("MISS")]
     assert any(row in line for line in misses), said
     assert says in said
+
+
+def misses(said):
+    """The rows that miss, by name."""
+    rows = [line for line in said.split("\n") if line.startswith("MISS")]
+    return [row[4:].partition(":")[0].strip() for row in rows]
+
+
+def test_what_export_fills_in_is_refused_until_a_person_did(project):
+    patch = project.load().patches[1]
+    new = export.NEW_HEADER.format(subject="area: edit")
+    for done, places in (("no trailer", 4), ("Kind", 3), ("Test", 2)):
+        new = new.replace(f"{done}: TODO", f"{done}: hook")
+        fault = verify.header_faults(dataclasses.replace(patch, header=new))[-1]
+        assert "unfilled: TODO: why this can't" in fault
+        assert fault.count("TODO") == places
+
+
+def test_a_file_that_upstream_has_too_comes_with_the_line_to_paste(project, capsys):
+    """One row says it, and the rows that would only follow from it are left out."""
+    change(project, SPLITS, "vllm/slow.py", 'vllm/__init__.py", "vllm/slow.py')
+    copy = project.root / "vllm_overlay/vllm/__init__.py"
+    copy.write_text(project.stock["vllm/__init__.py"])
+    assert run(project) == 1
+    said = capsys.readouterr().out
+    shadow = "overlay and [shadow]"
+    assert misses(said) == ["overlay licence lines", shadow]
+    assert "half patched" not in said and "a clean tree" not in said
+    assert said.count(f"until this row holds: {shadow}") == 3
+    digest = hashlib.sha256(b"").hexdigest()
+    (line,) = [li.strip() for li in said.split("\n") if f'= "{digest}"' in li]
+    with open(project.root / "UPSTREAM.toml", "a") as pin:
+        pin.write(line + "\n")
+    run(project)
+    said = capsys.readouterr().out
+    assert misses(said) == ["overlay licence lines", shadow]
+    assert "upstream's, unchanged" in said and "doesn't list" not in said
+    copy.write_text(HEAD)
+    assert run(project) == 0
+    assert "until" not in capsys.readouterr().out
+
+
+def test_a_wrong_sha256_of_a_replaced_file_comes_with_the_right_line(project, capsys):
+    digest = hashlib.sha256(project.stock[SHADOWED].encode()).hexdigest()
+    change(project, "UPSTREAM.toml", digest, NO_HASH)
+    assert run(project) == 1
+    said = capsys.readouterr().out
+    assert misses(said) == ["overlay and [shadow]"] and "git stash" not in said
+    assert f'"{SHADOWED}" = "{digest}"' in said
+
+
+def test_a_series_that_doesnt_apply_is_told_once(project, capsys):
+    change(project, GATE, " line 3\n", " line three\n")
+    assert run(project) == 1
+    said = capsys.readouterr().out
+    assert misses(said) == ["series on the source release"]
+    assert said.count("until this row holds: series on the source release") == 5
 
 
 def test_a_patch_that_grew_too_long(project):
@@ -137,11 +223,19 @@ def test_the_wheels_files(project, tmp_path, capsys):
         for path, text in files.items():
             archive.writestr(path, text)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    change(
-        project, "UPSTREAM.toml", 'x86_64_sha256 = "00"', f'x86_64_sha256 = "{digest}"'
-    )
+    change(project, "UPSTREAM.toml", f'sha256 = "{"0" * 64}"', f'sha256 = "{digest}"')
     words = ["--project", str(project.root), "--sdist", str(project.sdist)]
     assert verify.main([*words, "--wheel", str(wheel)]) == 0
     said = capsys.readouterr().out
     assert "series on the wheel: 2 files" in said
     assert "apply and reverse, wheel: " in said
+
+
+@pytest.mark.parametrize("option", ["--wheel", "--sdist"])
+def test_a_file_that_isnt_there_is_named_with_its_option(project, option, tmp_path):
+    words = ["--project", str(project.root), "--sdist", str(project.sdist)]
+    with pytest.raises(PatchSetError) as caught:
+        verify.main([*words, option, str(tmp_path / "none")])
+    said, other = str(caught.value), {"--wheel", "--sdist"} - {option}
+    assert f"given with {option} " in said and other.pop() not in said
+    assert {"--wheel": ".whl", "--sdist": ".tar.gz"}[option] in said

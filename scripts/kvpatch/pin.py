@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,3 +79,31 @@ def load_pin(project_root: Path) -> Pin:
             got=f"{path}: {type(error).__name__}: {error}",
             allowed="the tables [upstream], [[registry]] and [shadow]",
         ) from error
+
+
+def check_hashes(pin: Pin) -> str:
+    """Check that every sha256 of the pin can be one; return how many there are.
+
+    Raises:
+        PatchSetError: One isn't 64 hex digits.
+
+    """
+    hashes = {
+        "[upstream] sdist_sha256": pin.sdist_sha256,
+        "[upstream] wheel_x86_64_sha256": pin.wheel_sha256,
+        **{f'[shadow] "{path}"': digest for path, digest in pin.shadow.items()},
+    }
+    bad = [
+        f"{name} = {digest!r} ({len(str(digest))} characters)"
+        for name, digest in hashes.items()
+        if not re.fullmatch(r"[0-9a-f]{64}", str(digest))
+    ]
+    if bad:
+        raise PatchSetError(
+            "UPSTREAM.toml holds what is no sha256",
+            got="\n".join(bad),
+            allowed="64 hex digits, in lower case",
+            todo="copy it anew: from the package index for a release, from sha256sum "
+            "of upstream's file for [shadow]",
+        )
+    return f"{len(hashes)} of 64 hex digits"

@@ -183,7 +183,9 @@ def _look_at_overlay(
                 state.stock = kept
     if now == want:
         state.kind = PATCHED
-    elif (now is None and not pinned) or (pinned and now and sha256(now) == pinned):
+    elif (now is None and not pinned) or (
+        pinned and now is not None and sha256(now) == pinned
+    ):
         state.kind = STOCK
     elif now is not None and noted == sha256(now):
         state.kind = RECORDED

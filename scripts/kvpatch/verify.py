@@ -25,6 +25,7 @@ from .errors import PatchSetError
 from .fetch import fetch_release, unpack
 from .mailpatch import KINDS, Patch
 from .patchset import PatchSet, load_patch_set, patched_bytes
+from .pin import check_hashes
 from .render import rerender
 from .state import sha256
 from .target import open_tree
@@ -52,8 +53,19 @@ class Table:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
-    def check(self, name: str, run: Callable[[], str]) -> None:
-        """Run a check: it returns what it saw, or raises."""
+    def check(self, name: str, run: Callable[[], str], *needs: str) -> None:
+        """Run a check: it returns what it saw, or raises.
+
+        Args:
+            name: Of the row.
+            run: The check.
+            needs: Rows whose miss this one would only repeat; it's left out then.
+
+        """
+        missed = [r.name for r in self.rows if r.name in needs and r.good is False]
+        if missed:
+            self.skip(name, f"until this row holds: {', '.join(missed)}")
+            return
         try:
             row = Row(name, True, run())
         except PatchSetError as error:
@@ -103,6 +115,8 @@ def header_faults(patch: Patch) -> list[str]:
         faults.append("no From: NAME <MAIL>, which `git am` needs")
     if patch.changed_lines > MAX_CHANGED_LINES:
         faults.append(f"{patch.changed_lines} changed lines (max {MAX_CHANGED_LINES})")
+    if unfilled := re.findall(r"(?m)^.*\bTODO\b.*$", patch.header):
+        faults.append(f"unfilled: {'; '.join(unfilled)}")
     return [f"{patch.name}: {fault}" for fault in faults]
 
 
@@ -122,6 +136,13 @@ def check_overlay_headers(ps: PatchSet) -> str:
             bad.append(path)
     _fail_if(bad, "an overlay file lacks its SPDX lines", allowed="\n".join(SPDX))
     return f"{len(ps.overlay)} files"
+
+
+def check_split(ps: PatchSet) -> str:
+    """Check that every patch and overlay file belongs to a pull request."""
+    from .make_pr import load_concerns  # which imports this module
+
+    return f"{len(load_concerns(ps))} pull requests hold every patch and overlay file"
 
 
 def check_tests_exist(ps: PatchSet, tree: Path) -> str:
@@ -156,16 +177,29 @@ def check_series(
 
 def check_shadow(ps: PatchSet, stock: Callable[[str], bytes | None]) -> str:
     """Check overlay files against upstream's list of files."""
-    bad = []
-    for path in ps.overlay:
+    bad, todo = [], []
+    for path, file in ps.overlay.items():
         data, pinned = stock(path), ps.pin.shadow.get(path)
+        line = "" if data is None else f'"{path}" = "{sha256(data)}"'
         if data is not None and pinned is None:
             bad.append(f"{path}: upstream has it, [shadow] doesn't list it")
+            todo.append(f"to replace upstream's file, add to [shadow]:\n{line}")
+            todo.append(f"else remove or rename vllm_overlay/{path}")
         elif data is None and pinned is not None:
             bad.append(f"{path}: [shadow] lists it, upstream doesn't have it")
+            todo.append(f"remove the line of {path} from [shadow]")
         elif data is not None and sha256(data) != pinned:
             bad.append(f"{path}: upstream's sha256 is {sha256(data)}, not {pinned}")
-    _fail_if(bad, "UPSTREAM.toml [shadow] isn't what upstream holds")
+            todo.append(f"read what changed upstream, then have in [shadow]:\n{line}")
+        if data == file.data:
+            bad.append(f"{path}: it is upstream's, unchanged, and replaces nothing")
+            todo.append(f"edit vllm_overlay/{path}, or remove it and its line")
+    _fail_if(
+        bad,
+        "UPSTREAM.toml [shadow] isn't what upstream holds",
+        allowed="a line for each overlay file that upstream has, with its sha256 there",
+        todo="\n".join(todo),
+    )
     return f"{len(ps.pin.shadow)} replaced, {len(ps.overlay)} overlay files"
 
 
@@ -295,12 +329,16 @@ def verify(ps: PatchSet, tree: Path, wheel: Path | None, import_too: bool) -> in
 
     """
     table, stock = Table(), reader(tree)
+    shadow, series = "overlay and [shadow]", "series on the source release"
+    trip = "apply and reverse, source release"
+    table.check("the pin's hashes", lambda: check_hashes(ps.pin))
     table.check("headers and trailers", lambda: check_headers(ps))
     table.check("overlay licence lines", lambda: check_overlay_headers(ps))
-    table.check("overlay and [shadow]", lambda: check_shadow(ps, stock))
-    table.check("series on the source release", lambda: check_series(ps, stock))
-    table.check("re-export", lambda: check_export(ps, stock))
-    table.check("apply and reverse, source release", lambda: check_round_trip(ps, tree))
+    table.check("split into pull requests", lambda: check_split(ps))
+    table.check(shadow, lambda: check_shadow(ps, stock))
+    table.check(series, lambda: check_series(ps, stock))
+    table.check("re-export", lambda: check_export(ps, stock), series)
+    table.check(trip, lambda: check_round_trip(ps, tree), shadow, series)
 
     def patched() -> str:
         with _applied(ps, tree):
@@ -309,19 +347,26 @@ def verify(ps: PatchSet, tree: Path, wheel: Path | None, import_too: bool) -> in
                 said += "; imported: " + check_probe(ps, tree)
         return said
 
-    table.check("the patched tree", patched)
+    table.check("the patched tree", patched, shadow, series, trip)
     if not import_too:
         table.skip("import probe", "this Python has no torch")
-    table.check("git am on a clone", lambda: check_git_am(ps, tree))
-    table.check("apply and reverse, clone", lambda: check_round_trip(ps, tree))
+    table.check("git am on a clone", lambda: check_git_am(ps, tree), series)
+    table.check(
+        "apply and reverse, clone",
+        lambda: check_round_trip(ps, tree),
+        *(shadow, series, trip),
+    )
     if wheel is None:
         table.skip("the wheel's files", "--wheel fetches them (336 MB)")
     else:
         site = _wheel_tree(wheel, tree.parent / "site")
+        wheels = "series on the wheel"
+        table.check(wheels, lambda: check_series(ps, reader(site), "vllm/"))
         table.check(
-            "series on the wheel", lambda: check_series(ps, reader(site), "vllm/")
+            "apply and reverse, wheel",
+            lambda: check_round_trip(ps, site),
+            *(shadow, series, wheels),
         )
-        table.check("apply and reverse, wheel", lambda: check_round_trip(ps, site))
     total = len(table.rows)
     print(f"{table.misses} of {total} rows miss" if table.misses else "all hold")
     return table.misses

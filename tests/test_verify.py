@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 from conftest import BACKEND, PIN, SHADOWED
-from kvpatch import baseline, export, verify
+from kvpatch import baseline, cli_apply, export, fetch, load, pin, verify
 from kvpatch.errors import PatchSetError
 
 SPLIT = """
@@ -42,9 +42,9 @@ def project(tiny, tmp_path):
             tar.addfile(info, io.BytesIO(text.encode()))
     digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
     shadow = hashlib.sha256(tiny.stock[SHADOWED].encode()).hexdigest()
-    pin = PIN.format(sdist=digest, shadow=shadow)
-    pin = pin.replace('x86_64_sha256 = "00"', f'x86_64_sha256 = "{"0" * 64}"')
-    (tiny.root / "UPSTREAM.toml").write_text(pin)
+    text = PIN.format(sdist=digest, shadow=shadow)
+    text = text.replace('x86_64_sha256 = "00"', f'x86_64_sha256 = "{"0" * 64}"')
+    (tiny.root / "UPSTREAM.toml").write_text(text)
     (tiny.root / "patches/pull_requests.toml").write_text(SPLIT)
     tiny.sdist = sdist
     words = ["--project", str(tiny.root), "--sdist", str(sdist)]
@@ -145,8 +145,8 @@ def test_a_file_that_upstream_has_too_comes_with_the_line_to_paste(project, caps
     assert said.count(f"until this row holds: {shadow}") == 3
     digest = hashlib.sha256(b"").hexdigest()
     (line,) = [li.strip() for li in said.split("\n") if f'= "{digest}"' in li]
-    with open(project.root / "UPSTREAM.toml", "a") as pin:
-        pin.write(line + "\n")
+    with open(project.root / "UPSTREAM.toml", "a") as file:
+        file.write(line + "\n")
     run(project)
     said = capsys.readouterr().out
     assert misses(said) == ["overlay licence lines", shadow]
@@ -239,3 +239,22 @@ def test_a_file_that_isnt_there_is_named_with_its_option(project, option, tmp_pa
     said, other = str(caught.value), {"--wheel", "--sdist"} - {option}
     assert f"given with {option} " in said and other.pop() not in said
     assert {"--wheel": ".whl", "--sdist": ".tar.gz"}[option] in said
+
+
+def test_a_hash_that_cannot_be_one_is_named_before_anything_is_fetched(
+    tiny, monkeypatch
+):
+    """The tiny project's own hashes are two digits long."""
+    monkeypatch.setattr(load, "load_patch_set", lambda root: tiny.load())
+    monkeypatch.setattr(pin, "load_pin", lambda root: tiny.load().pin)
+    monkeypatch.setattr(fetch, "fetch_release", None)
+    monkeypatch.setattr(cli_apply, "fetch_release", None)
+    for main, *words in (
+        (load.main,),
+        (fetch.main, "--wheel"),
+        (cli_apply.main, "--project", str(tiny.root)),
+    ):
+        with pytest.raises(PatchSetError) as caught:
+            main(words)
+        assert "wheel_x86_64_sha256 = '00' (2 characters)" in str(caught.value)
+        assert "64 hex digits" in caught.value.allowed and caught.value.todo

@@ -13,6 +13,7 @@ from . import apply as front
 from .errors import PatchSetError
 from .fetch import fetch_release, unpack
 from .patchset import PatchSet, load_patch_set
+from .pin import check_hashes
 from .target import Target, open_installed, open_tree
 
 
@@ -90,6 +91,7 @@ def fetched_tree(patch_set: PatchSet, sdist: Path | None, fetch: bool) -> Target
         raise PatchSetError(
             "there is no tree yet", got=str(tree), todo="run scripts/apply.sh"
         )
+    check_hashes(pin)
     archive = fetch_release(pin, given=sdist)
     front.say(f"unpacking to {tree}")
     unpack(archive, tree)

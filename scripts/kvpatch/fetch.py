@@ -292,12 +292,13 @@ def unpack(sdist: Path, dest: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Run `kv.py fetch`: print the path of the release's file, progress aside."""
-    from .pin import load_pin
+    from .pin import check_hashes, load_pin
 
     made = argparse.ArgumentParser(prog="kv.py fetch", description=main.__doc__)
     made.add_argument("--wheel", action="store_true", help="the x86_64 wheel")
     args = made.parse_args(argv)
     pin = load_pin(Path(__file__).resolve().parents[2])
+    check_hashes(pin)
     print(fetch_release(pin, args.wheel, out=sys.stderr))
     return 0
 

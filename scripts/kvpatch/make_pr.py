@@ -2,8 +2,10 @@
 """Prepare the upstream pull requests: a clean branch, and a description for each.
 
 One commit a concern on the pinned base, each with its tests and docs, checked by
-vLLM's own hooks. The descriptions follow the template of the tree. Nothing is pushed,
-and what only the submitting person can state is left for them to fill in.
+vLLM's own hooks. The descriptions follow the template of the tree, and their results
+are written for upstream in docs/pull_requests. What upstream can't see is refused, in
+texts and files, and so is a commit that needs a later one. Nothing is pushed, and what
+only the submitting person can state is left for them to fill in.
 """
 
 from __future__ import annotations
@@ -25,6 +27,13 @@ from .fetch import fetch_release, unpack
 from .hooks import run_hooks
 from .mailpatch import Patch
 from .patchset import PatchSet, load_patch_set, patched_bytes
+from .pr_checks import (
+    borrowed,
+    check_files,
+    check_text,
+    number_faults,
+    without_sources,
+)
 from .target import check_version, open_tree
 from .verify import BASE_DATE
 
@@ -45,7 +54,7 @@ class Concern:
     overview: str
     claims: list[str]
     details: str
-    results: list[str] | None = None  # pages, or page#heading; None: all pages
+    results: str = ""  # a text of docs/pull_requests; none: the submitter's to give
     own_patches: list[Patch] = field(default_factory=list)
     own_files: list[str] = field(default_factory=list)
 
@@ -198,64 +207,126 @@ def fill_template(template: str, sections: dict[str, str]) -> str:
     return template
 
 
-def measured(ps: PatchSet, concern: Concern) -> list[tuple[str, str]]:
-    """Return title and text of each measurement that a pull request shows.
+def results_text(ps: PatchSet, concern: Concern, tree: Path) -> str:
+    """Return the results that a pull request shows, as upstream sees them.
 
     Raises:
-        PatchSetError: There is no such page, or it has no such heading.
+        PatchSetError: There is no such text, it holds what upstream can't see, or a
+            number that isn't on the page that it names.
 
     """
-    folder = ps.root / "docs" / "measurements"
-    names = concern.results
-    if names is None:
-        names = sorted(page.name for page in folder.glob("*.md"))
-    found = []
-    for name in names:
-        page, _, heading = name.partition("#")
-        try:
-            text = (folder / page).read_text()
-        except OSError as error:
-            raise PatchSetError(
-                "a page of results can't be read", got=f"{concern.name}: {error}"
-            ) from error
-        if heading:
-            sections = dict(
-                part.partition("\n")[::2] for part in ("\n" + text).split("\n## ")[1:]
-            )
-            if heading not in sections:
-                raise PatchSetError(
-                    "a page of results has no such heading",
-                    got=f"{concern.name}: {name}",
-                    allowed=", ".join(sections),
-                )
-            text = sections[heading]
-        found.append((heading or (folder / page).stem, text.strip()))
-    return found
+    if not concern.results:
+        return f"{PLACE}: no measurements are recorded yet."
+    path = ps.root / "docs" / "pull_requests" / concern.results
+    where = path.relative_to(ps.root).as_posix()
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise PatchSetError(
+            "a text of results can't be read", got=f"{concern.name}: {error}"
+        ) from error
+    check_text(where, text, tree)
+    if faults := number_faults(text, ps.root / "docs" / "measurements"):
+        raise PatchSetError(
+            "numbers of a text aren't on the page that it names",
+            got="\n".join(f"{where}:{fault}" for fault in faults),
+            todo="copy them from the page, or name the page that has them",
+        )
+    return without_sources(text)
+
+
+def check_words(concern: Concern, tree: Path) -> None:
+    """Refuse what upstream can't see, and bare links, in the split's own texts."""
+    where = f"patches/pull_requests.toml, {concern.name}"
+    texts = {
+        "title": concern.title,
+        "overview": concern.overview,
+        "claims": "\n".join(concern.claims),
+        "details": concern.details,
+        "issues": "\n".join(concern.issues),
+    }
+    for name, text in texts.items():
+        check_text(f"{where}, {name}", text.strip(), tree)
+    bare = [issue for issue in concern.issues if len(issue.split()) < 2]
+    if bare:
+        raise PatchSetError(
+            "a link without a word on what it is",
+            got=f"{where}: {', '.join(bare)}",
+            todo='write "Fixes URL", or a sentence with the URL in it',
+        )
+
+
+def check_order(concerns: list[Concern], number: int, tree: Path) -> list[Concern]:
+    """Check that a commit imports no module of a later one.
+
+    Args:
+        concerns: All of them, in order.
+        number: Which one was just put into the tree, from 0.
+        tree: The branch with it.
+
+    Returns:
+        The earlier concerns whose modules it imports.
+
+    Raises:
+        PatchSetError: It imports a later one's.
+
+    """
+    here = concerns[number]
+    owners = {
+        path: other.name
+        for other in concerns
+        if other is not here
+        for path in other.own_files
+        if other in concerns[:number] or not (tree / path).exists()
+    }
+    found = borrowed(tree, here.paths, owners)
+    late = [line for c in concerns[number + 1 :] for line in found.get(c.name, [])]
+    if late:
+        raise PatchSetError(
+            f"{here.name} imports modules that only a later commit brings",
+            got="\n".join(late),
+            todo="move what needs them to that commit's files, or reorder the split",
+        )
+    return [c for c in concerns[:number] if c.name in found]
 
 
 def describe(
-    ps: PatchSet, concern: Concern, tree: Path, hooks: list[tuple[str, bool, str]]
+    ps: PatchSet,
+    concern: Concern,
+    tree: Path,
+    hooks: list[tuple[str, bool, str]],
+    results: str,
+    below: list[Concern],
 ) -> str:
-    """Return one pull request's description."""
+    """Return one pull request's description.
+
+    Args:
+        ps: The patch set.
+        concern: What the description is for.
+        tree: The branch.
+        hooks: The hooks that ran: name, whether it passed, what it said.
+        results: What was measured, as upstream sees it.
+        below: The concerns that this one depends on.
+
+    """
     template = (tree / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text()
     tests = [p for p in concern.paths if Path(p).name.startswith("test_")]
     tests += [p.trailers["Test"] for p in concern.own_patches if p.trailers.get("Test")]
     plan = "\n".join(f"pytest {t}" for t in sorted(set(tests))) or "(no tests)"
-    results = "\n\n".join(
-        f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
-        for title, text in measured(ps, concern)
-    )
     passed = ", ".join(name for name, good, _ in hooks if good)
     failed = ", ".join(name for name, good, _ in hooks if not good)
     searches = "\n".join(
         f'gh pr list --repo vllm-project/vllm --state open --search "{s}"'
         for s in concern.searches
     )
-    issues = " ".join(concern.issues)
+    notes = [*concern.issues]
+    if below:
+        titles = ", ".join(f"`{c.title}`" for c in below)
+        notes.append(f"Depends on {titles}: review this one's own commit only.")
     return fill_template(
         template,
         {
-            "Overview": f"{concern.overview.strip()}\n\n{issues}",
+            "Overview": "\n\n".join([concern.overview.strip(), *notes]),
             "Claims": "\n".join(f"- {c}" for c in concern.claims) or f"- {PLACE}",
             "Validation": f"""Test plan:
 
@@ -265,7 +336,7 @@ def describe(
 
 Test results:
 
-{results or f"{PLACE}: no measurements are recorded yet."}
+{results}
 
 Hooks that passed offline: {passed or "none were run"}.{
                 f" Failed: {failed}." if failed else ""
@@ -326,6 +397,10 @@ def _build(
     failed = 0
     for number, concern in enumerate(concerns, 1):
         write_concern(ps, tree, concern)
+        check_files(concern.paths, tree, stock)
+        check_words(concern, tree)
+        below = check_order(concerns, number - 1, tree)
+        results = results_text(ps, concern, tree)
         git("add", "-A", "-f", "--", *concern.paths)
         body = concern.overview.strip()
         git("commit", "-q", "-m", f"{concern.title}\n\n{body}")
@@ -337,7 +412,7 @@ def _build(
                 say(
                     f"   FAILED {name}\n      " + said[-2000:].replace("\n", "\n      ")
                 )
-        text = describe(ps, concern, tree, done)
+        text = describe(ps, concern, tree, done, results, below)
         (out / f"{number}-{concern.name}.md").write_text(text)
     check_whole(ps, tree, stock)
     if git("status", "--porcelain"):

@@ -113,6 +113,10 @@ def test_a_conflict_names_the_hunk(project, capsys):
     assert code == 1 and "needs work by hand" in said
     assert lines(said, "CONFLICT")[0].endswith("layer-gate.patch: vllm/layer.py")
     assert "hunk 2 (line 28): its lines stand nowhere" in said
+    assert "wanted: line 32: 'line 31\\n'" in said
+    assert "found:  line 32: 'line thirty-one\\n'" in said
+    assert lines(said, "offset") == []
+    assert "judged without layer-gate.patch" in said
 
 
 def test_already_upstream(project, capsys):
@@ -165,6 +169,22 @@ def test_names(project, capsys, old, new, word, says):
 def test_a_method_that_nobody_uses_may_change(project, capsys):
     edit(project, HELPER, "def other(self, x)", "def other(self)")
     assert run(project, capsys)[0] == 0
+
+
+def test_a_member_is_reported_once_with_the_files_that_use_it(project, capsys):
+    """Two files import what leads to Root; one of them calls its step."""
+    other = "vllm/fast/other.py"
+    text = "from vllm.helper import Base, Root\n\nx = [Base, Root]\n"
+    project.overlay(other, text)
+    edit(project, HELPER, "def step(self)", "def walk(self)")
+    _, said = run(project, capsys)
+    assert said.count("Root.step") == 1
+    assert f"used by {BACKEND}\n" in said and other not in said
+    # Without an import of the class, a file that names the member is still told of.
+    project.overlay(BACKEND, "def fast(x):\n    return x.step()\n")
+    _, said = run(project, capsys)
+    assert said.count("Root.step") == 1
+    assert f"named, not imported, by {BACKEND}\n" in said
 
 
 def test_not_a_tree(project, capsys, tmp_path):

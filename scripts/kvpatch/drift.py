@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What another vLLM would do to the patch set.
 
-For each patch: clean, offset, conflict, already upstream or file gone. For each
+For each patch and file: clean (the pinned file), fits (every hunk at its line, in a
+file that changed elsewhere), offset, conflict, already upstream or file gone. For each
 shadowed file: moved or not. For each name of vLLM, FlashInfer and the CuTe DSL that the
 overlay imports: still there, with the same signature. The exit status is 0 when the
 set would apply as it is.
@@ -11,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .errors import PatchSetError
-from .fetch import fetch_any, fetch_release, unpack
-from .mailpatch import FilePatch, HunkError, apply_file, split_lines
+from .fetch import fetch_any, fetch_release, sha256_of, unpack
 from .names import (
     COMPILED,
     PINNED_BY,
@@ -28,84 +28,9 @@ from .names import (
     requirement,
 )
 from .patchset import PatchSet, load_patch_set
+from .place import CONFLICT, FITS, GONE, OFFSET, UPSTREAM, judge
+from .place import apply_anywhere as apply_anywhere  # make_pr takes it from here
 from .state import sha256
-
-CLEAN, OFFSET, CONFLICT, UPSTREAM, GONE = (
-    "clean",
-    "offset",
-    "CONFLICT",
-    "already upstream",
-    "FILE GONE",
-)
-
-
-@dataclass
-class Verdict:
-    """How one file's part of a patch fares."""
-
-    word: str
-    detail: str = ""
-
-
-def _place(lines: list[bytes], block: list[bytes], near: int, least: int) -> int | None:
-    spots = [
-        i
-        for i in range(least, len(lines) - len(block) + 1)
-        if lines[i : i + len(block)] == block
-    ]
-    return min(spots, key=lambda i: abs(i - near)) if spots else None
-
-
-def apply_anywhere(
-    data: bytes, part: FilePatch, reverse: bool = False
-) -> tuple[bytes | None, list[str]]:
-    """Apply hunks wherever their exact lines stand.
-
-    Args:
-        data: The file.
-        part: The edits.
-        reverse: Undo instead.
-
-    Returns:
-        The result, or None where a hunk's lines stand nowhere; and a note for each
-        hunk that isn't at its place.
-
-    """
-    lines, out, done, shift = split_lines(data), [], 0, 0
-    notes, lost = [], False
-    for number, hunk in enumerate(part.hunks, 1):
-        want = hunk.side(reverse, before=True)
-        start = hunk.new_start if reverse else hunk.old_start
-        expected = start - 1 if want else start
-        at = _place(lines, want, expected + shift, done) if want else expected + shift
-        if at is None or at > len(lines):
-            notes.append(f"hunk {number} (line {start}): its lines stand nowhere")
-            lost = True
-            continue
-        if at != expected:
-            notes.append(f"hunk {number}: line {expected + 1} -> {at + 1}")
-        shift = at - expected
-        out += lines[done:at] + hunk.side(reverse, before=False)
-        done = at + len(want)
-    return (None if lost else b"".join(out + lines[done:])), notes
-
-
-def judge(data: bytes | None, part: FilePatch, name: str) -> tuple[Verdict, bytes]:
-    """Judge one file's edits on another version; return the edited bytes too."""
-    if data is None:
-        return Verdict(GONE), b""
-    try:
-        return Verdict(CLEAN), apply_file(data, part, name)
-    except HunkError:
-        pass
-    made, notes = apply_anywhere(data, part)
-    if made is not None:
-        return Verdict(OFFSET, "; ".join(notes)), made
-    undone, _ = apply_anywhere(data, part, reverse=True)
-    if undone is not None:
-        return Verdict(UPSTREAM), data
-    bad = [n for n in notes if "nowhere" in n]
-    return Verdict(CONFLICT, "; ".join(bad)), data
 
 
 class Report:
@@ -115,35 +40,43 @@ class Report:
         self.words: list[str] = []
 
     def line(self, word: str, text: str, detail: str = "") -> None:
-        """Print one finding."""
+        """Print one finding, with details on lines of their own."""
         self.words.append(word)
-        print(f"  {word:<17} {text}" + (f"\n{'':<20}{detail}" if detail else ""))
+        print(f"  {word:<17} {text}")
+        for more in detail.splitlines():
+            print(f"{'':<20}{more}")
 
     def verdict(self) -> int:
         """Print the verdict; return the exit status."""
         hard = [w for w in self.words if w in (CONFLICT, GONE, "MOVED", "GONE")]
         soft = [w for w in self.words if w in (OFFSET, UPSTREAM, "CHANGED", "new file")]
+        anew = "move the pin, then scripts/export.sh --port writes the patches anew"
         if hard:
             print(f"verdict: needs work by hand, {len(hard)} place(s) named above")
         elif soft:
-            print(
-                f"verdict: needs review, {len(soft)} place(s); scripts/export.sh "
-                "then writes the patches anew"
-            )
+            print(f"verdict: needs review, {len(soft)} place(s); {anew}")
+        elif FITS in self.words:
+            print(f"verdict: every hunk is at its line, but files changed: {anew}")
         else:
             print("verdict: applies as it is; only the pin has to move")
-        return 1 if hard or soft else 0
+        return 1 if hard or soft or FITS in self.words else 0
 
 
 def drift_patches(ps: PatchSet, new: Reader, report: Report) -> None:
     """Judge every patch, later ones on what earlier ones leave."""
     files: dict[str, bytes | None] = {}
+    missing: dict[str, list[str]] = {}
     for patch in ps.patches:
         for part in patch.files:
             data = files.get(part.path, new(part.path))
-            verdict, made = judge(data, part, patch.name)
-            files[part.path] = made if verdict.word != GONE else None
-            report.line(verdict.word, f"{patch.name}: {part.path}", verdict.detail)
+            verdict = judge(data, part, patch.name)
+            files[part.path] = data if verdict.made is None else verdict.made
+            detail = verdict.detail
+            if without := missing.get(part.path):
+                detail += "\njudged without " + ", ".join(without)
+            if verdict.word == CONFLICT:
+                missing.setdefault(part.path, []).append(patch.name)
+            report.line(verdict.word, f"{patch.name}: {part.path}", detail.strip("\n"))
 
 
 def drift_overlay(ps: PatchSet, new: Reader, report: Report) -> None:
@@ -151,19 +84,59 @@ def drift_overlay(ps: PatchSet, new: Reader, report: Report) -> None:
     for path, pinned in sorted(ps.pin.shadow.items()):
         data = new(path)
         if data is None:
-            report.line("GONE", f"shadowed {path}")
+            report.line("GONE", f"shadowed {path}", "take it out of [shadow]")
+        elif sha256(data) == pinned:
+            report.line("same", f"shadowed {path}")
         else:
-            moved = sha256(data) != pinned
-            report.line("MOVED" if moved else "same", f"shadowed {path}")
+            report.line(
+                "MOVED",
+                f"shadowed {path}",
+                "read what changed in it, bring over what we need, then put into "
+                f'UPSTREAM.toml [shadow]:\n"{path}" = "{sha256(data)}"',
+            )
     for path in sorted(set(ps.overlay) - set(ps.pin.shadow)):
-        if new(path) is not None:
-            report.line("new file", f"upstream has {path} now")
+        if (data := new(path)) is not None:
+            todo = f'rename ours, or list it in [shadow]:\n"{path}" = "{sha256(data)}"'
+            report.line("new file", f"upstream has {path} now", todo)
+
+
+@dataclass
+class _Finding:
+    """One change of a name, however many imports lead to it.
+
+    Attributes:
+        users: Overlay files that import it, or what leads to it, and name it.
+        through: The modules that those import from.
+        naming: Overlay files that name it.
+        others: Modules that the remaining imports read.
+
+    """
+
+    users: set[str] = field(default_factory=set)
+    through: set[str] = field(default_factory=set)
+    naming: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+
+    @property
+    def module(self) -> str:
+        """The module to show."""
+        return min(self.through or self.others)
 
 
 def drift_names(ps: PatchSet, old: Reader, new: Reader, report: Report) -> int:
-    """Compare every name that the overlay imports from vLLM; return how many."""
+    """Compare every name that the overlay imports from vLLM; return how many.
+
+    A member that several imports lead to is reported once, with the files that both
+    import it and name it.
+
+    """
     uses = overlay_uses(ps, ps.pin.project)
-    ours = {p for patch in ps.patches for f in patch.files for p in (f.path,)}
+    words = {
+        path: overlay_uses(replace(ps, overlay={path: file}), ps.pin.project).words
+        for path, file in ps.overlay.items()
+    }
+    ours = {f.path for patch in ps.patches for f in patch.files}
+    found: dict[tuple[str, str, str | None], _Finding] = {}
     count = 0
     for (module, name), where in sorted(uses.imports.items()):
         if module.split(".")[0] != ps.pin.project:
@@ -176,18 +149,41 @@ def drift_names(ps: PatchSet, old: Reader, new: Reader, report: Report) -> int:
                 report.line("UNKNOWN", f"{shown}: not in the pinned release either")
             continue
         count += 1
-        users = ", ".join(sorted(set(where)))
         if not after:
+            users = ", ".join(sorted(set(where)))
             report.line("GONE", shown, f"used by {users}")
             continue
         for part, signature in before.items():
-            now = after.get(part)
-            if now == signature:
+            if (now := after.get(part)) == signature:
                 continue
-            word = "GONE" if now is None else "CHANGED"
-            detail = f"{signature}  ->  {now}\n{'':<20}used by {users}"
-            report.line(word, f"{module}: {part}", detail)
+            member = part.partition(".")[2]
+            everybody = not member or member == "__init__"
+            naming = {p for p in words if everybody or member in words[p]}
+            finding = found.setdefault((part, signature, now), _Finding())
+            finding.naming |= naming
+            if used := naming & set(where):
+                finding.users |= used
+                finding.through.add(module)
+            else:
+                finding.others.add(module)
+    _report_names(found, report)
     return count
+
+
+def _report_names(
+    found: dict[tuple[str, str, str | None], _Finding], report: Report
+) -> None:
+    for (part, signature, now), finding in sorted(
+        found.items(), key=lambda item: (item[1].module, item[0][0])
+    ):
+        users = ", ".join(sorted(finding.users or finding.naming))
+        # A value may reach a file without its class being imported there.
+        verb = "used by" if finding.users else "named, not imported, by"
+        report.line(
+            "GONE" if now is None else "CHANGED",
+            f"{finding.module}: {part}",
+            f"{signature}  ->  {now}\n{verb} {users}",
+        )
 
 
 def drift_libraries(ps: PatchSet, old: Reader, new: Reader, report: Report) -> None:
@@ -241,7 +237,9 @@ def main(argv: list[str]) -> int:
                 )
         else:
             other = Path(tmp) / "other"
-            unpack(fetch_any(ps.pin.project, args.to), other)
+            archive = fetch_any(ps.pin.project, args.to)
+            print(f"{archive}\n  sha256 {sha256_of(archive)}")
+            unpack(archive, other)
         return _compare(ps, base, other, args.to)
 
 

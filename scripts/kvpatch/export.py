@@ -4,15 +4,18 @@
 Edits of a file that patches touch go to the last of them, or to the one named with
 --patch, through every patch after it. New files of the tree go to the overlay. The
 same tree gives the same bytes. Nothing is written unless everything can be.
+
+With --port, needs no tree: every patch is placed anew on the pinned release, after the
+pin moved, a patch was dropped or one was edited by hand. What doesn't fit is laid into
+build/port/ to be resolved, and patches/ stays as it is until everything fits.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
+import shutil
 import tarfile
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +24,22 @@ from .cli_apply import default_tree
 from .errors import PatchSetError
 from .fetch import fetch_release
 from .mailpatch import Patch
+from .merge import merge
 from .patchset import JUNK_DIRS, JUNK_ENDS, PatchSet, load_patch_set, patched_bytes
+from .port import forget, port
 from .render import render, rerender
 from .state import sha256
 from .target import Target, check_version, git, open_tree
-from .transact import STATE_DIR, read_json, read_or_none
+from .transact import (
+    STATE_DIR,
+    Change,
+    interrupted,
+    read_json,
+    read_or_none,
+    repair,
+    run_changes,
+    tree_lock,
+)
 
 NEW_HEADER = """\
 From: KV-balanced MLA contributors <kv-balanced-mla@localhost>
@@ -134,17 +148,6 @@ def find_edits(
     return edits
 
 
-def _merge(mine: bytes, base: bytes, edited: bytes) -> bytes | None:
-    """Return `mine` with the change from base to edited; None on a conflict."""
-    with tempfile.TemporaryDirectory() as tmp:
-        names = []
-        for i, data in enumerate((mine, base, edited)):
-            names.append(Path(tmp) / str(i))
-            names[-1].write_bytes(data)
-        ran = subprocess.run(["git", "merge-file", "-p", *names], capture_output=True)
-    return ran.stdout if ran.returncode == 0 else None
-
-
 def new_states(
     path: str, stock: bytes, ps: PatchSet, name: str, final: bytes
 ) -> list[bytes]:
@@ -167,8 +170,10 @@ def new_states(
     result = states[1 : first + 1]
     for i in range(first, len(parts)):
         last = i == len(parts) - 1
-        made = final if last else _merge(states[i + 1], states[-1], final)
-        if made is None:
+        made, clean = final, True
+        if not last:
+            made, clean = merge(states[i + 1], states[-1], final, ("", "", ""))
+        if not clean:
             raise PatchSetError(
                 f"the edit of {path} overlaps with {parts[i + 1][0].name}",
                 todo=f"export it there: --patch {parts[-1][0].name}",
@@ -248,21 +253,41 @@ def _extra(
 
 
 def rewrite(ps: PatchSet, stock: dict[str, bytes]) -> dict[str, bytes]:
-    """Return every patch in the form that export writes, where it isn't yet."""
-    both = {p.name: rerender(ps, p, stock) for p in ps.patches}
+    """Return every patch in the form that export writes, where it isn't yet.
+
+    Raises:
+        PatchSetError: The series doesn't apply to the pinned release.
+
+    """
+    try:
+        both = {p.name: rerender(ps, p, stock) for p in ps.patches}
+    except PatchSetError as error:
+        raise PatchSetError(
+            "the series isn't for the pinned release, or was edited by hand",
+            got=error.what,
+            todo="scripts/export.sh --port",
+        ) from error
     return {name: made for name, (kept, made) in both.items() if kept != made}
 
 
-def _write(path: Path, data: bytes | None) -> None:
-    if data is None:
-        path.unlink()
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name + ".new~")
-    tmp.write_bytes(data)
-    if path.exists():
-        tmp.chmod(path.stat().st_mode)
-    os.replace(tmp, path)
+def _write(root: Path, new: dict[str, bytes | None]) -> None:
+    """Write files of this project, None to remove one: all or none."""
+    changes = [Change(p, read_or_none(root / p), data) for p, data in new.items()]
+    with tree_lock(root):
+        try:
+            run_changes(root, changes)
+        finally:
+            if not interrupted(root):
+                shutil.rmtree(root / STATE_DIR)
+
+
+def _put_back(root: Path) -> None:
+    """Take back what an export that was cut off had written."""
+    if interrupted(root):
+        with tree_lock(root):
+            paths = repair(root)
+            shutil.rmtree(root / STATE_DIR)
+        print(f"an earlier export was interrupted: put {len(paths)} file(s) back")
 
 
 def _refuse_mixture(paths: list[str]) -> None:
@@ -301,6 +326,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--rewrite", action="store_true", help="only bring the patches into form"
     )
+    made.add_argument(
+        "--port",
+        action="store_true",
+        help="place every patch anew on the pinned release: the pin moved, or a patch "
+        "was dropped or edited by hand",
+    )
     made.add_argument("--sdist", type=Path, help="the source release, if it's here")
     made.add_argument("--project", type=Path, help=argparse.SUPPRESS)
     return made
@@ -312,7 +343,19 @@ def main(argv: list[str]) -> int:
     args = made.parse_args(argv)
     if bool(args.new) != bool(args.subject) or (args.new and args.patch):
         made.error("--new goes with --subject, and not with --patch")
-    ps = load_patch_set(args.project or Path(__file__).resolve().parents[2])
+    root = args.project or Path(__file__).resolve().parents[2]
+    if args.port and any(
+        (args.tree, args.patch, args.new, args.add, args.only, args.rewrite)
+    ):
+        made.error("--port goes with --commit and --sdist only: it reads no tree")
+    _put_back(root)
+    ps = load_patch_set(root, chained=not args.port)
+    if args.port:
+        stock = read_stock(ps, fetch_release(ps.pin, given=args.sdist))
+        written, used = port(ps, stock)
+        status = _finish(ps, written, {}, args, None)
+        forget(ps, used)
+        return status
     names = [p.name for p in ps.patches]
     if args.patch and args.patch not in names:
         made.error(f"there is no patch {args.patch}; there are: {', '.join(names)}")
@@ -349,14 +392,17 @@ def _finish(
     paths += [f"vllm_overlay/{path}" for path in sorted(overlay)]
     if args.commit:
         _refuse_mixture(paths)
-    for name, made in patches.items():
-        _write(ps.root / "patches" / name, made)
+    new: dict[str, bytes | None] = {
+        **{f"patches/{name}": made for name, made in patches.items()},
+        **{f"vllm_overlay/{path}": data for path, data in overlay.items()},
+    }
     if args.new:
-        with open(ps.root / "patches" / "series", "a") as series:
-            series.write(f"{args.new}\n")
-        paths.append("patches/series")
-    for path, data in overlay.items():
-        _write(ps.root / "vllm_overlay" / path, data)
+        series = "patches/series"
+        text = (ps.root / series).read_text()
+        new[series] = f"{text.rstrip()}\n{args.new}\n".encode()
+        paths.append(series)
+    if new:
+        _write(ps.root, new)
     print("\n".join(f"wrote {path}" for path in paths) or "nothing to write")
     if tree is not None:
         for path in tree[1]:

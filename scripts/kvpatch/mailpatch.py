@@ -176,8 +176,8 @@ def apply_file(
                 hunk,
                 reverse=reverse,
                 found_at=None if spot is None else spot + 1,
-                got=f"line {at + bad + 1}: " + _show(got, bad),
-                allowed=f"line {at + bad + 1}: " + _show(want, bad),
+                got=f"line {at + bad + 1}: " + show_line(got, bad),
+                allowed=f"line {at + bad + 1}: " + show_line(want, bad),
                 todo="compare the tree with the pinned release"
                 if spot is None
                 else f"the lines stand at {spot + 1}: another version's file?",
@@ -188,7 +188,8 @@ def apply_file(
     return b"".join(out + lines[done:])
 
 
-def _show(lines: Sequence[bytes], i: int) -> str:
+def show_line(lines: Sequence[bytes], i: int) -> str:
+    """Return the 0-based line `i` as a message shows it."""
     return repr(lines[i].decode(errors="replace")) if i < len(lines) else "end of file"
 
 

@@ -73,8 +73,12 @@ class PatchSet:
         return sorted(p for p in {*self.edits, *self.overlay} if keep(p))
 
 
-def load_patch_set(root: Path) -> PatchSet:
+def load_patch_set(root: Path, chained: bool = True) -> PatchSet:
     """Load the patch set of a project folder and check that its parts agree.
+
+    Args:
+        root: The project's folder.
+        chained: Require that the blobs of one file follow from patch to patch.
 
     Raises:
         PatchSetError: A part can't be read, a file is both patched and in the
@@ -98,14 +102,14 @@ def load_patch_set(root: Path) -> PatchSet:
             got=", ".join(lost),
             todo="remove the line, or add the file to vllm_overlay/",
         )
-    for path, parts in made.edits.items():
+    for path, parts in made.edits.items() if chained else ():
         for (_, before), (patch, after) in zip(parts, parts[1:]):
             if not before.new_blob.startswith(after.old_blob[:7]):
                 raise PatchSetError(
                     f"patch {patch.name} doesn't follow from the one before: {path}",
                     got=f"it starts from blob {after.old_blob}",
                     allowed=f"blob {before.new_blob}",
-                    todo="export the series again: scripts/export.sh",
+                    todo="place the patches anew: scripts/export.sh --port",
                 )
     return made
 
@@ -148,7 +152,8 @@ def patched_bytes(
                 f"patch {patch.name} gives another file than it says: {part.path}",
                 got=f"blob {blob_id(data)}",
                 allowed=f"blob {part.new_blob}",
-                todo="the patch was edited by hand: write it with scripts/export.sh",
+                todo="the patch was edited by hand: scripts/export.sh --port writes it "
+                "anew",
             )
     return data
 

@@ -6,6 +6,7 @@ The model's class, vLLM's planning, its block sizes and its cache manager are th
 ones; layers only bring their cache specs.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.models.kimi_k3.nvidia.kv_cache_groups import (
     MAX_EMPTY,
     MAX_GROUPS,
+    OPTION,
     regroup,
 )
 from vllm.models.kimi_k3.nvidia.model import (
@@ -155,6 +157,14 @@ def test_additional_config_keeps_vllms_groups(model):
     config.additional_config = {"kimi_k3_kv_cache_groups": "no"}
     with pytest.raises(ValueError, match="must be true or false, got 'no'"):
         planning.get_global_kv_cache_groups(config, [dict(layers)])
+
+
+def test_the_option_is_documented():
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    page = docs / "design" / "hybrid_kv_cache_manager.md"
+    if not page.exists():
+        pytest.skip("the documentation is not beside these tests")
+    assert f'--additional-config \'{{"{OPTION}": false}}\'' in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_the_option_is_documented():
     page = docs / "design" / "hybrid_kv_cache_manager.md"
     if not page.exists():
         pytest.skip("the documentation is not beside these tests")
-    assert f'--additional-config \'{{"{OPTION}": false}}\'' in page.read_text()
+    assert f"--additional-config '{{\"{OPTION}\": false}}'" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,24 @@ def holds(work):
     return work.tree()
 
 
-def test_every_other_command_points_here_when_the_pin_moved(work):
-    work.release("1.2.4", edits={LAYER: ("line 1\n", "line 1\nnew\n")})
-    with pytest.raises(PatchSetError, match="export.sh --port"):
+def test_export_points_here_when_the_pin_moved(work):
+    tree = work.folder / "unpacked"
+    tree.mkdir()
+    for edit in ({LAYER: ("line 1\n", "line 1\nnew\n")}, {REGISTRY: ("B8", "B9")}):
+        work.release("1.2.4", edits=edit)
+        work.tiny.tree(tree)
+        (tree / "PKG-INFO").write_text("Name: vllm\nVersion: 1.2.4\n")
+        for args in ([str(tree)], ["--rewrite"]):
+            with pytest.raises(PatchSetError, match="export.sh --port"):
+                work.run(export, *args)
+
+
+def test_export_points_here_when_a_patched_file_is_gone(work):
+    del work.tiny.stock[TEST]
+    work.release("1.2.4")
+    with pytest.raises(
+        PatchSetError, match=f"has no {TEST}\n(.*\n)*.*export.sh --port"
+    ):
         work.run(export, "--rewrite")
 
 

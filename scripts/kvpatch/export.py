@@ -252,21 +252,29 @@ def _extra(
     return path, patched_bytes(stock[path], ps.edits.get(path, [])), final
 
 
-def rewrite(ps: PatchSet, stock: dict[str, bytes]) -> dict[str, bytes]:
-    """Return every patch in the form that export writes, where it isn't yet.
+def check_pinned(ps: PatchSet, stock: dict[str, bytes]) -> None:
+    """Check that the series is for the pinned release, exactly as it is written.
 
     Raises:
-        PatchSetError: The series doesn't apply to the pinned release.
+        PatchSetError: It isn't: no tree can have been patched with it.
 
     """
-    try:
-        both = {p.name: rerender(ps, p, stock) for p in ps.patches}
-    except PatchSetError as error:
-        raise PatchSetError(
-            "the series isn't for the pinned release, or was edited by hand",
-            got=error.what,
-            todo="scripts/export.sh --port",
-        ) from error
+    for path, parts in ps.edits.items():
+        try:
+            if path not in stock:
+                raise PatchSetError(f"{ps.pin.project} {ps.pin.version} has no {path}")
+            patched_bytes(stock[path], parts)
+        except PatchSetError as error:
+            raise PatchSetError(
+                "the series isn't for the pinned release, or was edited by hand",
+                got=error.what,
+                todo="scripts/export.sh --port",
+            ) from error
+
+
+def rewrite(ps: PatchSet, stock: dict[str, bytes]) -> dict[str, bytes]:
+    """Return every patch in the form that export writes, where it isn't yet."""
+    both = {p.name: rerender(ps, p, stock) for p in ps.patches}
     return {name: made for name, (kept, made) in both.items() if kept != made}
 
 
@@ -362,6 +370,7 @@ def main(argv: list[str]) -> int:
     if args.new and (args.new in names or not args.new.endswith(".patch")):
         made.error(f"{args.new} can't be a new patch: taken, or not NAME.patch")
     stock = read_stock(ps, fetch_release(ps.pin, given=args.sdist))
+    check_pinned(ps, stock)
     if args.rewrite:
         return _finish(ps, rewrite(ps, stock), {}, args, None)
     target = open_tree(args.tree or default_tree(ps), ps.pin)

@@ -341,7 +341,7 @@ Test results:
 Hooks that passed offline: {passed or "none were run"}.{
                 f" Failed: {failed}." if failed else ""
             }
-Model evaluation on the real Kimi K3: {PLACE}.""",
+Model evaluation on a real checkpoint: {PLACE}.""",
             "Details": f"""{concern.details.strip()}
 
 ### Duplicates to check before submitting

@@ -123,7 +123,8 @@ def test_already_upstream(project, capsys):
     line = '    FAST = "vllm.fast.backend.Fast"\n    B4 ='
     edit(project, REGISTRY, "    B4 =", line)
     code, said = run(project, capsys)
-    assert code == 1
+    assert code == 1 and "needs work by hand" in said
+    assert "drop the patch" in said
     assert lines(said, "already upstream")[0].endswith(
         f"registry-add.patch: {REGISTRY}"
     )

@@ -348,7 +348,9 @@ def test_lines_that_stand_twice_ask_a_person(work, capsys):
     said = capsys.readouterr().out
     assert "hunk 1: its lines stand more than once: 2, 10" in said
     assert work.patches() == before
-    assert "line five" in work.after(GATE).read_text()
+    after = work.after(GATE).read_text()
+    assert after.index(f"<<<<<<< {GATE}, hunk 1") < after.index("line five\n")
+    assert f">>>>>>> {GATE}, hunk 1\n" in after and "line 30\n" not in after
     first, middle, rest = work.tiny.stock[LAYER].partition("\nline 1\n")
     rest = rest.replace("line 5\n", "line five\n").replace("line 30\n", "")
     work.after(GATE).write_text(first + middle + rest)

@@ -48,8 +48,9 @@ class Report:
 
     def verdict(self) -> int:
         """Print the verdict; return the exit status."""
-        hard = [w for w in self.words if w in (CONFLICT, GONE, "MOVED", "GONE")]
-        soft = [w for w in self.words if w in (OFFSET, UPSTREAM, "CHANGED", "new file")]
+        by_hand = (CONFLICT, UPSTREAM, GONE, "MOVED", "GONE")
+        hard = [w for w in self.words if w in by_hand]
+        soft = [w for w in self.words if w in (OFFSET, "CHANGED", "new file")]
         anew = "move the pin, then scripts/export.sh --port writes the patches anew"
         if hard:
             print(f"verdict: needs work by hand, {len(hard)} place(s) named above")

@@ -364,3 +364,5 @@ def test_apply_still_wants_the_exact_place(work):
     part = work.tiny.load().patches[1].files[0]
     with pytest.raises(HunkError):
         apply_file(work.tiny.stock[LAYER].encode(), part, GATE)
+    with pytest.raises(PatchSetError, match="scripts/export.sh --port"):
+        work.tree()

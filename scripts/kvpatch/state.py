@@ -237,5 +237,6 @@ def refuse_unknown(state: TreeState) -> None:
         todo="keep edits of a patched tree with scripts/export.sh, or drop them "
         "with --reverse --discard"
         if edited
-        else "use a clean tree (git stash, a fresh unpacking, or run without TARGET)",
+        else "use a clean tree (git stash, a fresh unpacking, or run without TARGET); "
+        "if it is clean and the pin has just moved, scripts/export.sh --port",
     )

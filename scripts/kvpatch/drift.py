@@ -29,7 +29,6 @@ from .names import (
 )
 from .patchset import PatchSet, load_patch_set
 from .place import CONFLICT, FITS, GONE, OFFSET, UPSTREAM, judge
-from .place import apply_anywhere as apply_anywhere  # make_pr takes it from here
 from .state import sha256
 
 

@@ -21,12 +21,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from .apply import say
-from .drift import apply_anywhere
 from .errors import PatchSetError
 from .fetch import fetch_release, unpack
 from .hooks import run_hooks
 from .mailpatch import Patch
 from .patchset import PatchSet, load_patch_set, patched_bytes
+from .place import apply_anywhere
 from .pr_checks import (
     borrowed,
     check_files,

@@ -3,12 +3,14 @@
 
 import difflib
 import hashlib
+import io
 import subprocess
+import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from kvpatch import probe
+from kvpatch import probe, verify
 from kvpatch.mailpatch import blob_id
 from kvpatch.patchset import load_patch_set
 
@@ -56,6 +58,20 @@ Remove-When: upstream has it
 Test: tests/test_layer.py
 ---
 """
+# Where verify wants every patch and overlay file to be.
+SPLIT = """
+[[pr]]
+name = "all"
+title = "[Area] all"
+patches = ["registry-*", "layer-*"]
+overlay = ["vllm/fast/*", "vllm/slow.py"]
+issues = []
+searches = []
+overview = "All."
+claims = []
+details = ""
+"""
+HEAD = "\n".join(verify.SPDX) + "\n"
 
 
 def diff_text(path: str, old: str, new: str, context: int = 3) -> str:
@@ -77,6 +93,7 @@ class Tiny:
 
     root: Path
     stock: dict[str, str] = field(default_factory=lambda: dict(STOCK))
+    sdist: Path = Path()
 
     def write_patch(self, name, edits, subject="area: edit a file", listed=True):
         """Write a patch from `{path: (old, new)}`."""
@@ -92,6 +109,32 @@ class Tiny:
         file = self.root / "vllm_overlay" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
+
+    def complete(self):
+        """Add what verify asks for: licence lines and a split into pull requests."""
+        for path in ("vllm/fast/__init__.py", BACKEND, SHADOWED):
+            file = self.root / "vllm_overlay" / path
+            file.write_text(HEAD + file.read_text())
+        (self.root / "patches/pull_requests.toml").write_text(SPLIT)
+
+    def release(self, version="1.2.3", shadow=None):
+        """Pack `stock` as a source release, `sdist`, and pin it.
+
+        `shadow` is the sha256 that [shadow] gets, if not that of the stock file.
+        """
+        self.sdist = self.root.parent / f"vllm-{version}.tar.gz"
+        info = f"Name: vllm\nVersion: {version}\n"
+        with tarfile.open(self.sdist, "w:gz") as tar:
+            for path, text in {**self.stock, "PKG-INFO": info}.items():
+                member = tarfile.TarInfo(f"vllm-{version}/{path}")
+                member.size = len(text.encode())
+                tar.addfile(member, io.BytesIO(text.encode()))
+        digest = hashlib.sha256(self.sdist.read_bytes()).hexdigest()
+        if shadow is None:
+            shadow = hashlib.sha256(self.stock[SHADOWED].encode()).hexdigest()
+        text = PIN.format(sdist=digest, shadow=shadow).replace("1.2.3", version)
+        text = text.replace('= "00"', f'= "{"0" * 64}"')
+        (self.root / "UPSTREAM.toml").write_text(text)
 
     def load(self):
         """Load the patch set."""

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drift says of another version, on tiny trees edited on purpose."""
 
-import hashlib
-import io
-import tarfile
-
 import pytest
-from conftest import BACKEND, LAYER, PIN, REGISTRY, SHADOWED
+from conftest import BACKEND, LAYER, REGISTRY, SHADOWED
 from kvpatch import drift
 from kvpatch.errors import PatchSetError
 
@@ -61,16 +57,7 @@ def project(tiny, tmp_path):
     tiny.stock[HELPER] = HELPER_TEXT
     tiny.stock["vllm/names.py"] = "from .helper import *\n"
     tiny.overlay(BACKEND, OVERLAY)
-    sdist = tmp_path / "vllm-1.2.3.tar.gz"
-    with tarfile.open(sdist, "w:gz") as tar:
-        for path, text in tiny.stock.items():
-            info = tarfile.TarInfo(f"vllm-1.2.3/{path}")
-            info.size = len(text.encode())
-            tar.addfile(info, io.BytesIO(text.encode()))
-    digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
-    shadow = hashlib.sha256(tiny.stock[SHADOWED].encode()).hexdigest()
-    (tiny.root / "UPSTREAM.toml").write_text(PIN.format(sdist=digest, shadow=shadow))
-    tiny.sdist = sdist
+    tiny.release()
     tiny.other = tiny.tree(tmp_path / "other")
     return tiny
 

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of a patched tree go back to the patches and the overlay."""
 
-import hashlib
-import io
 import subprocess
-import tarfile
 
 import pytest
-from conftest import BACKEND, LAYER, PIN, REGISTRY, SHADOWED, git, snapshot
+from conftest import BACKEND, LAYER, REGISTRY, SHADOWED, git, snapshot
 from kvpatch import cli_apply, export
 from kvpatch.errors import PatchSetError
 from kvpatch.render import rerender
@@ -20,17 +17,9 @@ EXTRA = "vllm/other.py"
 def work(tiny, tmp_path):
     """A project with its source release as a file, and a patched tree of it."""
     tiny.stock[EXTRA] = "".join(f"other {i}\n" for i in range(20))
-    sdist = tmp_path / "vllm-1.2.3.tar.gz"
-    with tarfile.open(sdist, "w:gz") as tar:
-        for path, text in [*tiny.stock.items(), ("PKG-INFO", PKG_INFO)]:
-            info = tarfile.TarInfo(f"vllm-1.2.3/{path}")
-            info.size = len(text.encode())
-            tar.addfile(info, io.BytesIO(text.encode()))
-    digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
-    shadow = hashlib.sha256(tiny.stock[SHADOWED].encode()).hexdigest()
-    (tiny.root / "UPSTREAM.toml").write_text(PIN.format(sdist=digest, shadow=shadow))
+    tiny.release()
     tree = tiny.tree(tmp_path / "tree")
-    tiny.sdist, tiny.where = sdist, tree
+    tiny.where = tree
     bring_into_form(tiny)
     cli_apply.main([str(tree), "--project", str(tiny.root)])
     return tiny

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The upstream branch and its descriptions, on a tiny project."""
 
-import hashlib
-import io
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
-from conftest import BACKEND, LAYER, PIN, REGISTRY, SHADOWED
+from conftest import BACKEND, LAYER, REGISTRY, SHADOWED
 from kvpatch import make_pr
 from kvpatch.errors import PatchSetError
 from kvpatch.patchset import load_patch_set
@@ -56,15 +53,7 @@ details = "How."
 @pytest.fixture
 def project(tiny, tmp_path):
     tiny.stock[".github/PULL_REQUEST_TEMPLATE.md"] = TEMPLATE
-    sdist = tmp_path / "vllm-1.2.3.tar.gz"
-    with tarfile.open(sdist, "w:gz") as tar:
-        for path, text in tiny.stock.items():
-            info = tarfile.TarInfo(f"vllm-1.2.3/{path}")
-            info.size = len(text.encode())
-            tar.addfile(info, io.BytesIO(text.encode()))
-    digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
-    shadow = hashlib.sha256(tiny.stock[SHADOWED].encode()).hexdigest()
-    (tiny.root / "UPSTREAM.toml").write_text(PIN.format(sdist=digest, shadow=shadow))
+    tiny.release()
     tiny.clone = tiny.tree(tmp_path / "clone", "clone")
     tiny.out = tmp_path / "out"
     split(tiny, ("layer", '"layer-*"', '"vllm/slow.py"'), ("fast", '"*"', '"*"'))

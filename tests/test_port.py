@@ -2,29 +2,14 @@
 """The pin moves, or a patch goes: every patch is placed anew, or none is written."""
 
 import hashlib
-import io
 import shutil
-import tarfile
 
 import pytest
-from conftest import BACKEND, LAYER, PIN, REGISTRY, SHADOWED, TEST, snapshot
+from conftest import LAYER, REGISTRY, SHADOWED, TEST, snapshot
 from kvpatch import cli_apply, drift, export, transact, verify
 from kvpatch.errors import PatchSetError
 from kvpatch.mailpatch import HunkError, apply_file
 
-SPLIT = """
-[[pr]]
-name = "all"
-title = "[Area] all"
-patches = ["registry-*", "layer-*"]
-overlay = ["vllm/fast/*", "vllm/slow.py"]
-issues = []
-searches = []
-overview = "All."
-claims = []
-details = ""
-"""
-HEAD = "\n".join(verify.SPDX) + "\n"
 GATE, HOOK = "layer-gate.patch", "layer-hook.patch"
 
 
@@ -41,21 +26,12 @@ class Work:
             assert self.tiny.stock[path].count(old) == 1, old
             self.tiny.stock[path] = self.tiny.stock[path].replace(old, new)
         self.version = version
-        info = f"Name: vllm\nVersion: {version}\n"
-        self.sdist = self.folder / f"vllm-{version}.tar.gz"
-        with tarfile.open(self.sdist, "w:gz") as tar:
-            for path, text in {**self.tiny.stock, "PKG-INFO": info}.items():
-                member = tarfile.TarInfo(f"vllm-{version}/{path}")
-                member.size = len(text.encode())
-                tar.addfile(member, io.BytesIO(text.encode()))
-        pin = self.root / "UPSTREAM.toml"
-        shadow = pin.read_text().split('"vllm/slow.py" = "')[1].split('"')[0]
-        digest = hashlib.sha256(self.sdist.read_bytes()).hexdigest()
-        text = PIN.format(sdist=digest, shadow=shadow).replace("1.2.3", version)
-        pin.write_text(text.replace('= "00"', f'= "{"ab" * 32}"'))
+        pin = (self.root / "UPSTREAM.toml").read_text()
+        shadow = pin.split('"vllm/slow.py" = "')[1].split('"')[0]
+        self.tiny.release(version, shadow)
 
     def run(self, command, *args):
-        words = ["--project", str(self.root), "--sdist", str(self.sdist), *args]
+        words = ["--project", str(self.root), "--sdist", str(self.tiny.sdist), *args]
         return command.main(words)
 
     def port(self):
@@ -79,10 +55,7 @@ class Work:
 
 @pytest.fixture
 def work(tiny, tmp_path):
-    for path in ("vllm/fast/__init__.py", BACKEND, SHADOWED):
-        file = tiny.root / "vllm_overlay" / path
-        file.write_text(HEAD + file.read_text())
-    (tiny.root / "patches/pull_requests.toml").write_text(SPLIT)
+    tiny.complete()
     made = Work(tiny, tmp_path)
     made.release("1.2.3")
     made.run(export, "--rewrite")

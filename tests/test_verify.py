@@ -3,52 +3,20 @@
 
 import dataclasses
 import hashlib
-import io
-import tarfile
 import zipfile
 
 import pytest
-from conftest import BACKEND, PIN, SHADOWED
+from conftest import BACKEND, HEAD, SHADOWED
 from kvpatch import baseline, cli_apply, export, fetch, load, pin, verify
 from kvpatch.errors import PatchSetError
 
-SPLIT = """
-[[pr]]
-name = "all"
-title = "[Area] all"
-patches = ["registry-*", "layer-*"]
-overlay = ["vllm/fast/*", "vllm/slow.py"]
-issues = []
-searches = []
-overview = "All."
-claims = []
-details = ""
-"""
-HEAD = "\n".join(verify.SPDX) + "\n"
-
 
 @pytest.fixture
-def project(tiny, tmp_path):
+def project(tiny):
     """A project in which every promise holds, and its stock tree."""
-    for path in ("vllm/fast/__init__.py", BACKEND, SHADOWED):
-        file = tiny.root / "vllm_overlay" / path
-        file.write_text(HEAD + file.read_text())
-    sdist = tmp_path / "vllm-1.2.3.tar.gz"
-    with tarfile.open(sdist, "w:gz") as tar:
-        files = {**tiny.stock, "PKG-INFO": "Name: vllm\nVersion: 1.2.3\n"}
-        for path, text in files.items():
-            info = tarfile.TarInfo(f"vllm-1.2.3/{path}")
-            info.size = len(text.encode())
-            tar.addfile(info, io.BytesIO(text.encode()))
-    digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
-    shadow = hashlib.sha256(tiny.stock[SHADOWED].encode()).hexdigest()
-    text = PIN.format(sdist=digest, shadow=shadow)
-    text = text.replace('x86_64_sha256 = "00"', f'x86_64_sha256 = "{"0" * 64}"')
-    (tiny.root / "UPSTREAM.toml").write_text(text)
-    (tiny.root / "patches/pull_requests.toml").write_text(SPLIT)
-    tiny.sdist = sdist
-    words = ["--project", str(tiny.root), "--sdist", str(sdist)]
-    export.main(["--rewrite", *words])
+    tiny.complete()
+    tiny.release()
+    export.main(["--rewrite", "--project", str(tiny.root), "--sdist", str(tiny.sdist)])
     return tiny
 
 

@@ -45,6 +45,10 @@ _SOURCE = re.compile(r"<!-- source: ([^>]*?) -->")
 _NUMBER = re.compile(r"(?:(?<![\w.])[-+])?(?<![\w.])\d\w*(?:\.\w+)*")
 
 
+def _line(text: str, found: re.Match[str]) -> int:
+    return text.count("\n", 0, found.start()) + 1
+
+
 def mentions(text: str, tree: Path) -> Iterator[tuple[int, str, str]]:
     """Find what only this repository has.
 
@@ -61,26 +65,24 @@ def mentions(text: str, tree: Path) -> Iterator[tuple[int, str, str]]:
             name = found[0].rstrip("./*-")
             if "/" in name and (tree / name).exists():
                 continue
-            yield text.count("\n", 0, found.start()) + 1, f"{what}: {found[0]}", todo
+            yield _line(text, found), f"{what}: {found[0]}", todo
 
 
 def text_faults(text: str, tree: Path) -> Iterator[tuple[int, str, str]]:
     """Find what a description may not hold; as `mentions`, which it includes."""
     yield from mentions(text, tree)
-
-    def line(found: re.Match[str]) -> int:
-        return text.count("\n", 0, found.start()) + 1
-
     for pattern in _LINKS:
         for found in re.finditer(pattern, text):
-            yield line(found), f"a relative link: {found[0]}", "write the whole URL"
+            fault = f"a relative link: {found[0]}"
+            yield _line(text, found), fault, "write the whole URL"
     for found in re.finditer(_COMMIT, text):
         todo = "drop it; a number of seven digits is written as 1.05 M"
-        yield line(found), f"a commit id of this repository: {found[0]}", todo
+        yield _line(text, found), f"a commit id of this repository: {found[0]}", todo
     for found in re.finditer(_PROGRAM, text):
         if not any(True for _ in tree.rglob(found[0])):
             todo = "name a program or test of the branch, as upstream would call it"
-            yield line(found), f"a file that the branch doesn't have: {found[0]}", todo
+            fault = f"a file that the branch doesn't have: {found[0]}"
+            yield _line(text, found), fault, todo
 
 
 def check_text(where: str, text: str, tree: Path) -> None:

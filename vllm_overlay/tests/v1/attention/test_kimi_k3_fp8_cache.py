@@ -543,15 +543,8 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("rope", [False, True], ids=["nope", "rope"])
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0), (2.0, 0.25)])
-@pytest.mark.parametrize("name", list(BATCHES))
-def test_fp8_cache_with_bf16_prefill_query(name, scales, rope):
-    batch = BATCHES[name]
-    out, cache, metadata, layer = run_layer(
-        batch, cache_dtype="fp8", rope=rope, scales=scales
-    )
-    expected = exact(batch, layer, scales, fp8=True)
+def check_output(batch, out, expected, metadata):
+    """Hold a layer's output to `exact`, and its prefill to a bf16 query."""
     # Decode also rounds the query to FP8; prefill rounds to bf16 only.
     decode_tokens = metadata.num_decode_tokens
     assert relative_error(out[decode_tokens:], expected[decode_tokens:]) < 0.02 or (
@@ -562,6 +555,18 @@ def test_fp8_cache_with_bf16_prefill_query(name, scales, rope):
     if metadata.prefill is not None:
         kinds = set(metadata.prefill.prefill_backend.dtypes)
         assert kinds == {(torch.bfloat16, torch.bfloat16, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("rope", [False, True], ids=["nope", "rope"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0), (2.0, 0.25)])
+@pytest.mark.parametrize("name", list(BATCHES))
+def test_fp8_cache_with_bf16_prefill_query(name, scales, rope):
+    batch = BATCHES[name]
+    out, cache, metadata, layer = run_layer(
+        batch, cache_dtype="fp8", rope=rope, scales=scales
+    )
+    expected = exact(batch, layer, scales, fp8=True)
+    check_output(batch, out, expected, metadata)
     # The new tokens' rows in the cache, bit for bit.
     table = layer.table
     pe = rotate(batch.new(batch.rope), batch.positions if rope else None, table)
